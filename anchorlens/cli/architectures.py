@@ -40,7 +40,7 @@ def show_architectures(options: Models) -> None:
     versions = ", ".join(f"{name} {' and '.join(of)}" for name, of in table["versions"].items())
     rows: TextTable = {
         ("", row["name"]): {
-            **{column: _cell(row["cells"].get(column, "none")) for column in _COLUMNS},
+            **{column: _text_of_cell(row["cells"].get(column, "none")) for column in _COLUMNS},
             "hooks": row["hooks"],
             "what is special": row["special"],
         }
@@ -54,5 +54,5 @@ def show_architectures(options: Models) -> None:
     )
 
 
-def _cell(cell: str | list[str]) -> str:
+def _text_of_cell(cell: str | list[str]) -> str:
     return cell if isinstance(cell, str) else ", ".join(cell)

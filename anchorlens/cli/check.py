@@ -67,7 +67,7 @@ def check(options: Check) -> None:
     reasons = [each.removeprefix(NO) if each.startswith(NO) else "" for each in status]
     findings["seconds"] = round(time.perf_counter() - started, 1)
     everything = facts | findings
-    rows = {("", name.replace("_", " ")): {"": _shown(value)} for name, value in everything.items()}
+    rows = {("", name.replace("_", " ")): {"": _told(value)} for name, value in everything.items()}
     possible = "cannot be analysed" if all(reasons) else "can be analysed"
     in_part = " in part" if any(reasons) and not all(reasons) else ""
     output.tables([Section(f"{model} {possible}{in_part}", rows)])
@@ -158,7 +158,7 @@ def _compression(model: Any, batches: Sequence[PromptBatch]) -> str:
     return f"yes, {len(context.prefix)} of the cached tokens are enough to answer"
 
 
-def _shown(value: Any) -> str:
+def _told(value: Any) -> str:
     if isinstance(value, bool):
         return "yes" if value else "no"
     return f"{value:,}" if isinstance(value, int) else str(value)

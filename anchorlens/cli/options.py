@@ -94,7 +94,7 @@ _flag = partial(_machine, metavar="")
 _switch = partial(typer.Option, metavar="")
 
 ModelName = Annotated[str, typer.Option(help=A_MODEL)]
-Device = Annotated[str | None, _machine(help="cuda, mps or cpu; by default the first there is.")]
+OnDevice = Annotated[str | None, _machine(help="cuda, mps or cpu; by default the first there is.")]
 _WEIGHT_TYPES = f"Type of the weights: {', '.join(Dtype)}; by default as stored."
 WeightType = Annotated[Dtype | None, _machine(metavar="<type>", help=_WEIGHT_TYPES)]
 Out = Annotated[Path, _machine(help="Folder for report, results and settings.", **_paths)]
@@ -115,7 +115,7 @@ _ALL_TASKS = f"{_A_TASK}; repeat, or separate by commas. By default {','.join(PA
 OneTask = Annotated[
     str | None, _task("--task", "--task-file", help=_ONE_TASK, autocompletion=lambda: [*TASKS])
 ]
-Tasks = Annotated[
+TaskNames = Annotated[
     list[str] | None,
     _list(
         "--task",
@@ -148,7 +148,7 @@ class Common:
     """What all commands that compute have."""
 
     model: ModelName
-    device: Device = None
+    device: OnDevice = None
     out: Out
     fresh: Fresh = False
     quiet: Quiet = False
@@ -226,7 +226,7 @@ class Run(OfClaims):
 class Paper(OfTask):
     """The options of `anchorlens paper`."""
 
-    tasks: Tasks = None
+    tasks: TaskNames = None
     queries: Annotated[
         int | None, _number(min=11, help="Queries of each task and seed; by default 40, or all.")
     ] = None
@@ -309,7 +309,7 @@ class Check:
     """The options of `anchorlens check`."""
 
     model: Annotated[str, typer.Argument(help=A_MODEL)]
-    device: Device = None
+    device: OnDevice = None
     dtype: WeightType = None
     quiet: Quiet = False
     as_json: Json = False

@@ -140,13 +140,13 @@ def _loaded(asked: Asked) -> tuple[Any, Any]:
         return None, tokenizers[0]
     options.output.note(f"loading {options.model}")
     loaded = load_model(
-        options.model, tokenizer=tokenizers[0], device=options.device, dtype=dtype_of(options)
+        options.model, tokenizer=tokenizers[0], device=options.device, dtype=dtype_wanted(options)
     )
     check_depth(depth, len(attention_layers(loaded)))
     return loaded, loaded.tokenizer
 
 
-def dtype_of(options: OfTask) -> torch.dtype | None:
+def dtype_wanted(options: OfTask) -> torch.dtype | None:
     return getattr(torch, options.dtype) if options.dtype else None
 
 

@@ -73,7 +73,7 @@ def summarised(
             {**asdict(claim), "estimate": as_entry(claim.estimate), "verdict": claim.verdict.value}
             for claim in judged
         ],
-        **{name: entries_of(record) for name, record in records.items()},
+        **{name: entries_in(record) for name, record in records.items()},
     }
     shown = tuple(table for table in tables if table.table)
     return Found(task, replace(answer, next=after), shown, values, {**pictures, **records})
@@ -96,7 +96,7 @@ def is_sure(records: Mapping[str, Record]) -> bool:
     return sure and not reason_against_ability([*records.values()])
 
 
-def entries_of(record: Record) -> JsonEntries:
+def entries_in(record: Record) -> JsonEntries:
     """The numbers of a record that are no long list: single ones, and those with named entries."""
     numbers: JsonEntries = {}
     for name, axes in record.axes().items():

@@ -24,7 +24,7 @@ from ..prompts.batch import PromptBatch
 from ..prompts.demonstration_sets import Draw, Examples, refuse_rare_classes
 from ..prompts.examples import sample_demonstrations, sample_queries
 from ..prompts.tasks import Task
-from ..system.steps import in_words, step
+from ..system.steps import step, time_in_words
 from .options import Contexts
 
 TRAINED = ("soft prompt", "hard prompt", "prefix", "prefix from anchors")
@@ -102,7 +102,7 @@ def steps_of_parts(
         **({OTHER_TOKENS: 6.0 * queries} if options.other_tokens else {}),
     }
     lower = f"; --steps {max(1, options.steps // 4)} takes about a quarter"
-    everything = in_words(_seconds_of_a_step(model, prompts, options) * sum(steps.values()))
+    everything = time_in_words(_seconds_of_a_step(model, prompts, options) * sum(steps.values()))
     options.output.note(f"this takes {everything}{lower * (options.steps > 20)}")
     return steps
 

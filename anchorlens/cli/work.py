@@ -45,8 +45,8 @@ from .options import (
     Run,
     command_of,
 )
-from .path import Asked, Prompts, Tasks, dtype_of
-from .summary import Found, entries_of, is_able, is_sure, summarised
+from .path import Asked, Prompts, Tasks, dtype_wanted
+from .summary import Found, entries_in, is_able, is_sure, summarised
 from .tasks import ChosenTask, chosen_tasks, documents_of, queries_that_fit
 from .trained_contexts import (
     COMPARED,
@@ -266,7 +266,7 @@ def _found(
     """What is found in records, with a table of each; all results give the answer."""
     tables = [_table_of(f"{task}, {name}", record) for name, record in records.items()]
     numbers: dict[str, Any] = {
-        file_name(name): entries_of(record) for name, record in records.items()
+        file_name(name): entries_in(record) for name, record in records.items()
     }
     return Found(task, _answer(results, after), tables, numbers | values, results, records)
 
@@ -361,7 +361,7 @@ def across(options: Across) -> Asked:
             options.model,
             lambda tokenizer: prompts(tokenizer)[name],
             device=options.device,
-            dtype=dtype_of(options),
+            dtype=dtype_wanted(options),
             **options.of_analysis,
             gradient_checkpointing=options.gradient_checkpointing,
             keep=lambda record: record.save(options.out / "claims.safetensors"),

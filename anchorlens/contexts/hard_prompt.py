@@ -97,7 +97,7 @@ def _insert(batch: PromptBatch, tokens: Int[Tensor, " inserted"]) -> PromptBatch
     return longer if batch.attention_mask[:, 0].all() else longer.padded_left()
 
 
-def tokenizer_of(model: HookedModel, tokenizer: Any) -> Any:
+def given_tokenizer(model: HookedModel, tokenizer: Any) -> Any:
     """The given tokenizer, or that of the model."""
     found = getattr(model, "tokenizer", None) if tokenizer is None else tokenizer
     if found is None:

@@ -22,7 +22,7 @@ from ..passes.forward import mean_loss_with_gradient
 from ..passes.losses import LossOfBatch
 from ..prompts.batch import PromptBatch
 from ..prompts.plain_tokens import plain_tokens
-from ..runs.identity import in_words
+from ..runs.identity import as_words
 from ..system.arguments import check_counts, checked
 from ..system.devices import in_float64, sent
 from ..system.processes import gather_from_processes
@@ -30,12 +30,12 @@ from ..system.put_back import each_call_inside
 from ..system.texts import described
 from ..system.torch_state import gradient_mode
 from .embedded import embeddings_of, moved_embeddings, prefix_of_tokens, start_tokens
-from .hard_prompt import HardPrompt, made_of_tokens, tokenizer_of
+from .hard_prompt import HardPrompt, given_tokenizer, made_of_tokens
 from .hard_prompts import PEZ, Descent, class_words
 from .protocol import QueryPass, queries_after
 from .training import Trainable, Training, TrainingRun
 
-_ROWS = 2**15  # tokens whose embeddings are converted to another type at a time
+_TOKENS_AT_ONCE = 2**15  # tokens whose embeddings are converted to another type at a time
 
 
 @checked
@@ -90,10 +90,10 @@ def train_hard_prompt(
             "the optimizer of a search is that of its method; pass "
             "method=replace(al.contexts.hard_prompts.PEZ, optimizer=...), and training without one"
         )
-    tokenizer = tokenizer_of(model, tokenizer)
+    tokenizer = given_tokenizer(model, tokenizer)
     chosen = "all plain tokens" if allowed is None else "given tokens"
     begin = "label words" if start is None else f"tokens {list(start)}"
-    about = f"hard prompt of {length} tokens from {begin} by {in_words(method)}; allowed: {chosen}"
+    about = f"hard prompt of {length} tokens from {begin} by {as_words(method)}; allowed: {chosen}"
     made_of = (method, start, allowed, tokenizer)
     run = TrainingRun.of(model, batches, held_out, training, method.optimizer, about, made_of)
     with run.study.entered():
@@ -155,7 +155,7 @@ class NearestTokens:
         table = model.W_E.detach()
         # Norms of low precision would be wrong by more than what two tokens differ in.
         wide = torch.promote_types(table.dtype, torch.float32)
-        norms = torch.cat([rows.to(wide).norm(dim=1) for rows in table.split(_ROWS)])
+        norms = torch.cat([rows.to(wide).norm(dim=1) for rows in table.split(_TOKENS_AT_ONCE)])
         allowed = allowed.to(table.device) & (norms > 0)
         if not allowed.any():
             raise PromptError(
@@ -174,7 +174,7 @@ class NearestTokens:
                 "it; use a lower learning rate"
             )
         units = embeddings / lengths
-        products = [units @ rows.to(units).T for rows in self.table.split(_ROWS)]
+        products = [units @ rows.to(units).T for rows in self.table.split(_TOKENS_AT_ONCE)]
         cosines = torch.cat(products, dim=1) / self.norms
         cosines[:, ~self.allowed] = -torch.inf
         # The rounding of a matrix product depends on the column. It must not decide between equal

@@ -21,7 +21,7 @@ from ..system.arguments import check_counts, checked
 from ..system.processes import gather_from_processes
 from .compressed import cache_of_tokens
 from .embedded import start_tokens
-from .hard_prompt import HardPrompt, answers_after_tokens, made_of_tokens, tokenizer_of
+from .hard_prompt import HardPrompt, answers_after_tokens, given_tokenizer, made_of_tokens
 from .protocol import bos_of, check_queries, model_identity
 from .training import MakeOptimizer, TrainingRecord, query_digests
 
@@ -188,7 +188,7 @@ def of_tokens(
         >>> prompt.text == model.tokenizer.decode([300, 301])
         True
     """
-    return _prompts_of(model, held_out, tokenizer, loss, lambda _: [list(tokens)])[0]
+    return _prompts_of_model(model, held_out, tokenizer, loss, lambda _: [list(tokens)])[0]
 
 
 @checked
@@ -230,7 +230,7 @@ def of_text(
             return [_ids_of(tokenizer, text.text)]
         return [_ids_of(tokenizer, text)]
 
-    prompt = _prompts_of(model, held_out, tokenizer, loss, encoded)[0]
+    prompt = _prompts_of_model(model, held_out, tokenizer, loss, encoded)[0]
     if not isinstance(text, HardPrompt):
         return prompt
     used = text.info.get("queries_in_training", [])
@@ -314,10 +314,10 @@ def random(
         indices = torch.randint(len(plain), (draws, length), generator=generator, device="cpu")
         return plain[indices].tolist()
 
-    return _prompts_of(model, held_out, tokenizer, loss, drawn)
+    return _prompts_of_model(model, held_out, tokenizer, loss, drawn)
 
 
-def _prompts_of(
+def _prompts_of_model(
     model: HookedModel,
     held_out: Sequence[PromptBatch],
     tokenizer: Any,
@@ -330,7 +330,7 @@ def _prompts_of(
         if any(batch.gold is None for batch in study.batches):
             raise PromptError("accuracy needs the true label of each query; give queries with them")
         check_loss(loss, study.batches, model)
-        tokenizer = tokenizer_of(model, tokenizer)
+        tokenizer = given_tokenizer(model, tokenizer)
         bos = bos_of(study.batches[0])
         chosen = [start_tokens(model, ids, len(ids)) for ids in choose(tokenizer)]
         prompts = [torch.cat([bos, ids]) for ids in chosen]

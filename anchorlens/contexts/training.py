@@ -30,7 +30,7 @@ from ..passes.losses import LossOfBatch, label_cross_entropy
 from ..prompts.batch import PromptBatch, digests
 from ..results import figures
 from ..results.record import Record
-from ..runs.identity import differences, fingerprint, in_words, warn_of_unknown
+from ..runs.identity import as_words, differences, fingerprint, warn_of_unknown
 from ..runs.store import make_folder, require_same
 from ..runs.study import Study
 from ..system.arguments import check_counts, checked, fitted
@@ -330,7 +330,7 @@ class TrainingRun:
         return {
             **self.study.describe(),
             **model_identity(self.study.model),
-            **{name: in_words(value) for name, value in self.study.settings.items()},
+            **{name: as_words(value) for name, value in self.study.settings.items()},
             "context": self.about,
             "bos": self.bos.tolist(),
             "queries_in_training": sorted(query_digests(self.study.batches)),

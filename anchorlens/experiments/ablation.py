@@ -41,7 +41,7 @@ from ..system.warn import warn_user
 from .removal import Removal
 from .subsets import DrawSubsets
 
-_ROWS = 8  # of logits that are computed at a time, because all in float64 may not fit into memory
+_LOGITS = 8  # of logits that are computed at a time, because all in float64 may not fit into memory
 
 
 class Likelihood(NamedTuple):
@@ -286,7 +286,7 @@ def log_odds_of(
     """log p - log(1 - p) of a token in each row, in float64; exact also where p is near 0 or 1."""
     odds = []
     ids = torch.tensor(tokens, device=logits.device)[:, None]
-    for rows, of_rows in zip(logits.split(_ROWS), ids.split(_ROWS), strict=True):
+    for rows, of_rows in zip(logits.split(_LOGITS), ids.split(_LOGITS), strict=True):
         exact = in_float64(rows)
         at = of_rows.to(exact.device)
         odds.append(exact.gather(1, at)[:, 0] - exact.scatter(1, at, -torch.inf).logsumexp(1))

@@ -169,7 +169,7 @@ def label_dependence(
         other, changed = relabel(demonstrations, task, how)
         prompts[f"labels {name}"] = built(other, changed)
         others = demonstrations_by_query(other, changed, queries)
-        if len(other.labels) != len(task.labels) or _texts(others) != _texts(sets):
+        if len(other.labels) != len(task.labels) or _texts_of_sets(others) != _texts_of_sets(sets):
             raise PromptError(
                 f"the relabeling {name!r} must keep the number of classes, and the demonstrations "
                 "in their order, which tell what becomes of each class; change labels and words"
@@ -211,7 +211,7 @@ def _predictions(study: Study, alone: bool) -> Int[Tensor, " prompt"]:
         return study.collect(predicted)["predicted"]
 
 
-def _texts(sets: Sequence[Sequence[Example]]) -> list[list[str]]:
+def _texts_of_sets(sets: Sequence[Sequence[Example]]) -> list[list[str]]:
     return [[demo.text for demo in demos] for demos in sets]
 
 

@@ -24,7 +24,7 @@ from ..metrics.weights import Pattern
 from ..models.batch_hooks import WholeHook
 from ..models.hooked import Hook, HookedModel, has_sinks, hooks_by_layer, pattern_name
 from ..models.kinds import cached_heads
-from ..models.kv_cache import KeyValues, entries_of
+from ..models.kv_cache import KeyValues, entries_of_cache
 from ..models.media_tokens import refuse_media_tokens
 from ..passes.forward import run_prefix
 from ..prompts.batch import PromptBatch
@@ -125,7 +125,7 @@ def prefix_runs(
 
         observers = hooks_by_layer(model, pattern_name, store)
         cached = run_prefix(model, batch, hooks=acting, observers=observers, prefix=prefix)
-        values = [cached.values[entry] for entry in entries_of(model)]
+        values = [cached.values[entry] for entry in entries_of_cache(model)]
         return AttentionRun(
             patterns=[patterns[layer] for layer in layers],
             values=values,

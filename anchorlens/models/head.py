@@ -18,7 +18,7 @@ from .facts import fact
 from .hooked import HookedModel, dtype_of, is_of_low_precision
 from .kinds import head_of
 from .model_state import replaced_methods
-from .tiny_pass import logits_of, relative_difference, rounding_of, tiny_passes, tiny_tokens
+from .tiny_pass import logits_of, relative_difference, rounding_of_passes, tiny_passes, tiny_tokens
 
 _AT_A_TIME = 2**24  # weights that are held in float32: all of them may be gigabytes
 FLOAT32 = "float32"
@@ -31,21 +31,21 @@ class _Logits(torch.autograd.Function):
     def forward(ctx: Any, rows: Tensor, weights: Tensor) -> Tensor:
         ctx.save_for_backward(weights)
         ctx.dtype = rows.dtype
-        return torch.cat([rows.float() @ part.float().mT for part in _parts(weights)], dim=-1)
+        return torch.cat([rows.float() @ part.float().mT for part in _blocks(weights)], dim=-1)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        parts = _parts(*ctx.saved_tensors)
+        parts = _blocks(*ctx.saved_tensors)
         pieces = gradient.split([len(part) for part in parts], dim=-1)
         products = (piece @ part.float() for piece, part in zip(pieces, parts, strict=True))
         return sum(products).to(ctx.dtype), None
 
 
-def _parts(weights: Tensor) -> tuple[Tensor, ...]:
+def _blocks(weights: Tensor) -> tuple[Tensor, ...]:
     return weights.split(max(1, _AT_A_TIME // weights.shape[1]))
 
 
-def _is_plain(head: Any) -> bool:
+def _is_product(head: Any) -> bool:
     """Whether an unembedding is a product, and nobody replaced how it is computed."""
     kind = type(head)
     is_known = kind.forward is nn.Linear.forward or kind.__module__.startswith("transformer_lens.")
@@ -64,7 +64,7 @@ def _in_float32(head: Any, resid: Float[Tensor, "*rows d_model"]) -> Float[Tenso
 def head_in_float32(model: HookedModel) -> SafeContext[None]:
     """Inside, the hooked model computes its logits in float32, if it does not and can."""
     is_low = precision_of_logits(model) == FLOAT32
-    return _replaced([head for head in [head_of(model)] if is_low and _is_plain(head)])
+    return _replaced([head for head in [head_of(model)] if is_low and _is_product(head)])
 
 
 def forward_of_head(model: HookedModel) -> Callable[[Any, Tensor], Any]:
@@ -80,14 +80,14 @@ def precision_of_logits(model: HookedModel) -> str:
     if not is_of_low_precision(model):
         return ""
     head, kind = head_of(model), str(dtype_of(model)).removeprefix("torch.")
-    if head is None or not _is_plain(head):
+    if head is None or not _is_product(head):
         return f"{kind}, because its unembedding is a {type(head).__name__}"
     with tiny_passes(model):
         expected = logits_of(model, tiny_tokens(model))
         with _replaced([head]):
             logits = logits_of(model, tiny_tokens(model))
     difference = relative_difference(logits, expected)
-    if logits.dtype.itemsize < 4 or not difference <= rounding_of(expected.dtype):
+    if logits.dtype.itemsize < 4 or not difference <= rounding_of_passes(expected.dtype):
         return f"{kind}, because the model rounds them after its unembedding"
     return FLOAT32
 

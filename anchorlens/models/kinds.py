@@ -114,13 +114,13 @@ def inputs_without_cache(model: Any, mask: Bool[Tensor, "batch position"]) -> di
 
 
 # Keys and values of an entry of a cache, Float["batch _ position _"].
-Pair = tuple[Tensor, Tensor]
+KeyAndValue = tuple[Tensor, Tensor]
 
 
 def inputs_with_cache(
     model: Any,
     mask: Bool[Tensor, "batch query"],
-    pairs: Sequence[Pair],
+    pairs: Sequence[KeyAndValue],
     before: Bool[Tensor, "_ key"],
     start: Int[Tensor, "_ 1"] | int,
 ) -> tuple[dict[str, Any], Any]:
@@ -154,7 +154,7 @@ def inputs_with_cache(
     return inputs, cache
 
 
-def pairs_in(cache: Any) -> list[Pair]:
+def pairs_in(cache: Any) -> list[KeyAndValue]:
     """The keys and values of each entry of a cache, with their graph."""
     if hasattr(cache, "layers"):
         return [(entry.keys, entry.values) for entry in cache.layers]

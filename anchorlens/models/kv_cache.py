@@ -22,7 +22,7 @@ from .rotary import refuse_another_rotation
 Entries = tuple[Float[Tensor, "batch _ position _"], ...]  # of keys or values
 
 
-def entries_of(model: HookedModel) -> Sequence[int]:
+def entries_of_cache(model: HookedModel) -> Sequence[int]:
     """The number of the cache entry that each layer reads."""
     facts = known_facts.get(model)  # its own of each layer, until they are found
     return facts.entries if facts is not None and facts.entries else range(model.cfg.n_layers)
@@ -30,7 +30,7 @@ def entries_of(model: HookedModel) -> Sequence[int]:
 
 def layers_of_entries(model: HookedModel) -> list[int]:
     """The layer that computes each entry, which is the first that reads it."""
-    entries = entries_of(model)
+    entries = entries_of_cache(model)
     return [entries.index(entry) for entry in sorted(set(entries))]
 
 

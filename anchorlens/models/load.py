@@ -26,7 +26,7 @@ from .model_state import frozen_in_eval_mode, without_user_hooks
 from .native_attention import implementations_of, unwrap_model
 from .read_weights import (
     best_device,
-    place_of,
+    device_or_map,
     placed,
     read_tokenizer,
     read_weights,
@@ -38,7 +38,7 @@ from .tiny_pass import (
     logits_of,
     n_tokens_of,
     relative_difference,
-    rounding_of,
+    rounding_of_passes,
     tiny_passes,
 )
 from .verify_hooks import attends_to_later, verified_facts
@@ -109,7 +109,7 @@ def load_model(
     """
     from transformers import PreTrainedModel
 
-    place = place_of(device, device_map)
+    place = device_or_map(device, device_map)
     tokenizer = read_tokenizer(tokenizer)
     if isinstance(source, PreTrainedModel):
         if revision is not None:
@@ -330,7 +330,7 @@ def _refuse_different_logits(name: str, expected: Tensor, model: Any, tokens: Te
     if not (expected.isfinite().all() and computed.isfinite().all()):
         return  # verify_hooks raises an error that names the layer
     difference = relative_difference(computed, expected)
-    if not difference <= rounding_of(expected.dtype):
+    if not difference <= rounding_of_passes(expected.dtype):
         raise ModelError(
             f"TransformerLens makes another model of {name!r}: its logits differ by "
             f"{difference:.2g} of the largest. Its adapter does not fit this model; try another "

@@ -31,7 +31,7 @@ def identity(model: Any) -> dict[str, str]:
     return {
         "model": str(model.cfg.model_name),
         "configuration": hashlib.sha256(text.encode()).hexdigest(),
-        "weights": digest_of(_contents(model)),
+        "weights": digest_of(_tensors_of(model)),
     }
 
 
@@ -47,7 +47,7 @@ def tokenizer_identity(tokenizer: Any) -> str:
     return hashlib.sha256(text.encode()).hexdigest()
 
 
-def _contents(model: Any) -> Iterator[tuple[str, Tensor]]:
+def _tensors_of(model: Any) -> Iterator[tuple[str, Tensor]]:
     """Every weight and buffer, each once, also those that a bridge does not register."""
     counted: set[int] = set()
     for root in (model, original_of(model)) if is_bridge(model) else (model,):

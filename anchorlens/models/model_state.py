@@ -33,7 +33,7 @@ _HANDLES = ("fwd_hooks", "bwd_hooks")
 # bridges stores together with its graph.
 _VALUES = ("_is_full_backward_hook", "_pattern")
 
-Hooks = dict[int, Callable[..., Any]]
+HookTable = dict[int, Callable[..., Any]]
 # A module, and a function of (module, inputs, output), as PyTorch calls it.
 ModuleHook = tuple[nn.Module, Callable[[Any, Any, Any], Any]]
 
@@ -82,7 +82,7 @@ def frozen_in_eval_mode(model: Any) -> Iterator[None]:
 def without_user_hooks(model: Any) -> Iterator[None]:
     """Suspend the hooks that the user put on the model, in passes that the user did not ask for."""
     stored = [(hooks, dict(hooks), needed) for _, _, hooks, needed in _tables_of_user(model)]
-    complete: dict[int, Hooks] = {}
+    complete: dict[int, HookTable] = {}
 
     def restore() -> None:
         for number, (hooks, whole, _) in enumerate(stored):
@@ -110,7 +110,7 @@ def user_hooks(model: Any) -> list[tuple[int, str, Callable[..., Any]]]:
     ]
 
 
-def _tables_of_user(model: Any) -> list[tuple[int, str, Hooks, Hooks]]:
+def _tables_of_user(model: Any) -> list[tuple[int, str, HookTable, HookTable]]:
     """Number of module, kind, all hooks and those that stay active, where the user put some."""
     tables = [
         (number, name, hooks, _needed(module, hooks))
@@ -121,7 +121,7 @@ def _tables_of_user(model: Any) -> list[tuple[int, str, Hooks, Hooks]]:
     return [table for table in tables if len(table[3]) < len(table[2])]
 
 
-def _needed(module: nn.Module, hooks: Hooks) -> Hooks:
+def _needed(module: nn.Module, hooks: HookTable) -> HookTable:
     """The hooks that a library put on a module, which are a part of what the model computes."""
     point: Any = module
     if not hasattr(point, "fwd_hooks"):
@@ -142,7 +142,7 @@ def is_of_library(hook: Any) -> bool:
     return str(getattr(function, "__module__", "")).partition(".")[0] in _LIBRARIES
 
 
-def _replace(hooks: Hooks, others: Hooks) -> None:
+def _replace(hooks: HookTable, others: HookTable) -> None:
     """Change the dictionary itself, because the handles of hooks point to it."""
     hooks.clear()
     hooks.update(others)

@@ -12,7 +12,7 @@ from ..system.put_back import SafeContext, put_back, safe_context
 from ..system.warn import warn_user
 
 # The libraries that load models and examples, by the names of their loggers and modules.
-_LIBRARIES = ("transformers", "transformer_lens", "huggingface_hub", "datasets", "accelerate")
+_NOISY = ("transformers", "transformer_lens", "huggingface_hub", "datasets", "accelerate")
 # What transformers warns of and decides no number: what the report of loading names, read_weights
 # refuses or warns of, and prompts that are too long are refused.
 _HARMLESS = re.compile("deprecated|LOAD REPORT|Token indices sequence length")
@@ -73,10 +73,10 @@ def quiet_libraries() -> Iterator[None]:
         draw_downloads()
 
     with (
-        hidden_warnings(module=rf"({'|'.join(_LIBRARIES[1:])})\b"),
+        hidden_warnings(module=rf"({'|'.join(_NOISY[1:])})\b"),
         hidden_warnings(category=FutureWarning, module=r"transformers\b"),
         put_back(restore, change),
-        _errors_only(*_LIBRARIES),
+        _errors_only(*_NOISY),
     ):
         yield
 

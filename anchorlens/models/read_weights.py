@@ -35,7 +35,7 @@ _IN_A_LAYER = re.compile(r"(^|\.)\d+\.")
 _COMPUTED = re.compile(r"\.(attn|attention)\.(bias|masked_bias|causal_mask)$|\.inv_freq$")
 
 # What programs note for training, texts, lengths and speed: it decides no number of a pass.
-_HARMLESS = re.compile(
+_UNUSED = re.compile(
     r"^_|^(auto_map|prefix|is_llama_config|ignore_index|n_ctx|seq_length|ep_size)$|^(max|summary)_"
     r"|task|version|unsloth|quantization|initial|drop|loss|_tp$|cache|token(izer|_i)|checkpointing"
     r"|dtype|js_config|fusion|fused|flash|parallel|torchscript|label"
@@ -258,7 +258,7 @@ def refuse_device(device: int | str | torch.device) -> None:
 
 Map = Mapping[str, int | str | torch.device]  # the device of each module
 # Words for maps that accelerate makes, as in transformers.
-_WORDS = ("auto", "balanced", "balanced_low_0", "sequential")
+_DEVICE_MAPS = ("auto", "balanced", "balanced_low_0", "sequential")
 _NOT_IN_MEMORY = (
     "so that each pass would read them again. Use more or larger devices, or a smaller dtype; or "
     "load the model with AutoModelForCausalLM.from_pretrained(..., device_map=..., "
@@ -266,7 +266,7 @@ _NOT_IN_MEMORY = (
 )
 
 
-def place_of(
+def device_or_map(
     device: str | torch.device | None, device_map: str | int | torch.device | Map | None
 ) -> str | torch.device | Map | None:
     """The device or the map that is asked for; an error, before weights are read, for others."""
@@ -279,7 +279,7 @@ def place_of(
             f"device_map spreads the layers, so leave device out; got device={str(device)!r} and "
             f"device_map={device_map!r}"
         )
-    if isinstance(device_map, str) and device_map in _WORDS:
+    if isinstance(device_map, str) and device_map in _DEVICE_MAPS:
         return device_map
     named = [*device_map.values()] if isinstance(device_map, Mapping) else [device_map]
     if "disk" in named:
@@ -289,7 +289,8 @@ def place_of(
             refuse_device(each)
         except (TypeError, ValueError) as error:
             raise ModelError(
-                f"device_map={device_map!r} cannot be used: {error}. Give {', '.join(_WORDS)}, a "
+                f"device_map={device_map!r} cannot be used: {error}. Give "
+                f"{', '.join(_DEVICE_MAPS)}, a "
                 "device, or a dictionary with the device of each module of the transformers model, "
                 "such as {'': 'cpu'}"
             ) from error
@@ -298,7 +299,7 @@ def place_of(
 
 def placed(weights: Any, place: str | torch.device | Map | None, dtype: torch.dtype | None) -> Any:
     """The model at a place of ``place_of`` and in a type, where they are given."""
-    is_map = isinstance(place, Mapping) or place in _WORDS
+    is_map = isinstance(place, Mapping) or place in _DEVICE_MAPS
     try:
         # Quantised weights raise an error if any type is given.
         device = weights.device if is_map or place is None else place
@@ -342,10 +343,10 @@ def _refuse_other_weights(name: str, weights: Any, report: dict[str, Any]) -> No
     """Raise an error if weights are missing or of another shape: they would be random numbers."""
     problems = []
     if missing := report["missing_keys"]:
-        problems.append(f"{_listed(missing)} missing")
+        problems.append(f"{_some(missing)} missing")
     if shapes := report["mismatched_keys"]:
         described = [f"{key} ({tuple(got)}, not {tuple(want)})" for key, got, want in shapes]
-        problems.append(f"{_listed(described)} of another shape")
+        problems.append(f"{_some(described)} of another shape")
     if problems:
         raise ModelError(
             f"the weights of {name!r} are not those of its configuration ({type(weights).__name__})"
@@ -360,7 +361,7 @@ def _refuse_other_weights(name: str, weights: Any, report: dict[str, Any]) -> No
     if unused:
         warn_user(
             f"the configuration of {name!r} ({type(weights).__name__}) has no use for all of its "
-            f"weights: {_listed(unused)} left out, so that this may be another model than the one "
+            f"weights: {_some(unused)} left out, so that this may be another model than the one "
             "that was stored"
         )
 
@@ -403,7 +404,7 @@ def _unread(
         inner = getattr(config, key, None)
         if isinstance(value, Mapping) and hasattr(inner, "get_config_dict"):
             yield from _unread(inner, value, words, f"{at}{key}.")
-        elif key in words or _HARMLESS.search(key) or key in ("architectures", "model_type"):
+        elif key in words or _UNUSED.search(key) or key in ("architectures", "model_type"):
             continue
         elif value is not None and (meant := get_close_matches(key, known, 1, 0.9)):
             yield f"{at}{key}", value, meant[0]
@@ -411,7 +412,7 @@ def _unread(
             yield f"{at}{key}", value, ""
 
 
-def _listed(names: Iterable[str]) -> str:
+def _some(names: Iterable[str]) -> str:
     ordered = sorted(names)
     first = ", ".join(ordered[:3]) + (" and others" if len(ordered) > 3 else "")
     return (

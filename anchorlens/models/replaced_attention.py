@@ -28,7 +28,7 @@ from .native_attention import implementations_of
 
 Heads = Float[Tensor, "batch head position d_head"]
 SharedHeads = Float[Tensor, "batch _ key _"]
-Seen = Bool[Tensor, "batch _ query key"]
+SeenKeys = Bool[Tensor, "batch _ query key"]
 
 _numbers = count()
 _STEPS = ("calculate_attention_scores", "apply_causal_mask", "calculate_z_scores")
@@ -38,16 +38,16 @@ _STEPS = ("calculate_attention_scores", "apply_causal_mask", "calculate_z_scores
 class Mask:
     """Which query sees which key."""
 
-    seen: Callable[[slice, slice], Seen]  # of some query rows and keys
+    seen: Callable[[slice, slice], SeenKeys]  # of some query rows and keys
     # From the first query row and the one after the last to the keys that these rows see: the first
     # key, and the one after the last.
     ends: Callable[[int, int], tuple[int, int]]
     is_causal: bool = False  # each query sees all keys up to its own position
 
-    def without(self, edges: Callable[[slice, torch.device], Seen]) -> "Mask":
+    def without(self, edges: Callable[[slice, torch.device], SeenKeys]) -> "Mask":
         """The mask without some edges, a function of some query rows and of a device."""
 
-        def seen(rows: slice, keys: slice) -> Seen:
+        def seen(rows: slice, keys: slice) -> SeenKeys:
             before = self.seen(rows, keys)
             return before & ~edges(rows, before.device)[..., keys]
 
@@ -64,14 +64,14 @@ class Mask:
 def causal_mask(device: torch.device) -> Mask:
     """The mask with which each query sees all keys up to its own position."""
 
-    def seen(rows: slice, keys: slice) -> Seen:
+    def seen(rows: slice, keys: slice) -> SeenKeys:
         positions = torch.arange(max(rows.stop, keys.stop), device=device)
         return (positions[rows, None] >= positions[keys])[None, None]
 
     return Mask(seen, lambda start, stop: (0, stop), is_causal=True)
 
 
-def mask_of(seen: Callable[[slice, slice], Seen], length: int) -> Mask:
+def mask_of(seen: Callable[[slice, slice], SeenKeys], length: int) -> Mask:
     """The mask of a function as in ``Mask``; layers that share it share its ends, computed once."""
 
     @cache
@@ -200,7 +200,7 @@ class Interface:
             for length, offset in ((q_length, q_offset), (kv_length, kv_offset))
         )
 
-        def seen(rows: slice, keys: slice) -> Seen:
+        def seen(rows: slice, keys: slice) -> SeenKeys:
             queries, columns = every_query[rows, None], every_key[keys]
             table = mask_function(batches, torch.zeros_like(batches), queries, columns)
             table = table if padding is None else table & padding[:, None, None, columns]
@@ -278,7 +278,7 @@ class _Steps:
             return scores
         positions = torch.arange(length, device=device)
 
-        def seen(rows: slice, keys: slice) -> Seen:
+        def seen(rows: slice, keys: slice) -> SeenKeys:
             queries, columns = positions[offset:][rows, None], positions[keys]
             table = ((columns <= queries) & (columns > queries - window))[None, None]
             return table if padding is None else table & padding[:, None, None, keys].to(device)

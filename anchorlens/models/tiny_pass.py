@@ -144,7 +144,7 @@ def relative_difference(computed: Tensor, expected: Tensor) -> float:
     return float((computed - expected).abs().max() / expected.abs().max())
 
 
-def rounding_of(dtype: torch.dtype) -> float:
+def rounding_of_passes(dtype: torch.dtype) -> float:
     """The relative difference of logits up to which two ways to compute them are equal."""
     return max(1e-3, 8 * torch.finfo(dtype).eps)
 

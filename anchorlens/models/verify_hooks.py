@@ -45,7 +45,7 @@ from .tiny_pass import (
     n_tokens_of,
     reason_of_failure,
     relative_difference,
-    rounding_of,
+    rounding_of_passes,
     shrunk_windows,
     small_loss,
     tiny_passes,
@@ -212,7 +212,7 @@ def _multiplied(
         return None
     if not heads_first:
         queries, keys = queries.transpose(1, 2), keys.transpose(1, 2)
-    key_heads, limit = keys.shape[1], rounding_of(queries.dtype)
+    key_heads, limit = keys.shape[1], rounding_of_passes(queries.dtype)
     copies = keys.repeat_interleave(max(1, n_heads // key_heads), dim=1)
     first, second = layer.multiplied[0], layer.multiplied[1].mT
     if first.numel() != queries.numel() or second.numel() != copies.numel():
@@ -277,7 +277,7 @@ def carries_beside_attention(model: HookedModel) -> bool:
     tokens[1, 0] = tokens[1, 1]
     with tiny_passes(model, [(name, cut) for name in names_of_layers(model, scores_name)]):
         one, other = logits_of(model, tokens)[:, -1].float()
-    return relative_difference(other, one) > rounding_of(dtype_of(model))
+    return relative_difference(other, one) > rounding_of_passes(dtype_of(model))
 
 
 def verify_cached_step(model: Any) -> tuple[str, tuple[int, ...]]:
@@ -312,7 +312,7 @@ def cached_step(model: HookedModel) -> tuple[str, tuple[int, ...]]:
     except Exception as error:  # a forward that knows no cache may raise anything
         return reason_of_failure(error, "a cached step"), ()
     difference = relative_difference(logits, expected)
-    if difference <= rounding_of(dtype_of(model)):
+    if difference <= rounding_of_passes(dtype_of(model)):
         return "", entries
     return (
         "after cached tokens the model gives a token other logits than in the whole text (off by "

@@ -104,7 +104,7 @@ class Checkpoints:
 
 
 @dataclass(frozen=True, eq=False)
-class Blocks:
+class BlockRuns:
     """How the blocks of a pass run."""
 
     start: Start | None = None

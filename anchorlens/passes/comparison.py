@@ -29,7 +29,7 @@ from .memory import is_out_of_memory
 # Of the largest logit, between a pass after a prefix and one of whole prompts. Both do the same
 # operations, so this holds in every type.
 TOLERANCE = 1e-5
-_PRODUCT = 1e-4  # of the largest saliency in its layer
+_OF_SALIENCY = 1e-4  # of the largest saliency in its layer
 # Of the largest number that is read in its layer. In low precision it is mostly rounding, which
 # layers add up, so that only another scale is told from it.
 _READ, _LOW_READ = 1e-4, 0.5
@@ -118,7 +118,7 @@ def why_unlike(
         for layer, of_layer in expected.products.items()
         for seen in beside(of_layer, inside)
     ]
-    return why_not_equal(f"saliencies{of}", _PRODUCT, *pairs, whole=whole)
+    return why_not_equal(f"saliencies{of}", _OF_SALIENCY, *pairs, whole=whole)
 
 
 def tolerance(model: HookedModel, roundings: int = 16) -> float:

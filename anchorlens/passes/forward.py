@@ -32,7 +32,7 @@ from ..prompts.batch import PromptBatch
 from ..system.checksum import row_sums
 from ..system.devices import holds_numbers, wide
 from ..system.texts import described
-from .blocks import Blocks, Checkpoints, Start, Starts
+from .blocks import BlockRuns, Checkpoints, Start, Starts
 from .continuations import log_probs_after
 from .loss_checks import continuations_of, refuse_other_losses, targets_of
 from .losses import LossOfBatch, WordCrossEntropy, columns_of
@@ -292,7 +292,7 @@ class Acting:
             [*first, *changes, *observers, *last],
             self._of_gradients,
             described.attend,
-            None if parts == (None, None, None) else Blocks(*parts),
+            None if parts == (None, None, None) else BlockRuns(*parts),
         )
         self._run, self.inside = running(model, batch, twin, inside)
 

@@ -33,7 +33,7 @@ from ..models.hooked import (
 )
 from ..models.replaced_attention import Attend, Heads, Mask, SharedHeads, Terms
 from ..models.twin import Listener
-from .blocks import Blocks
+from .blocks import BlockRuns
 
 Added = Float[Tensor, "batch _ query key"]
 
@@ -81,7 +81,7 @@ class Inside:
     forward: Sequence[Hook] = ()  # on what hook points give out, in the order in which they act
     backward: Sequence[Hook] = ()  # on the gradients there
     attend: Attend | None = None  # computes the attention in the place of the model
-    blocks: Blocks | None = None  # how each of them runs, if not as it is
+    blocks: BlockRuns | None = None  # how each of them runs, if not as it is
 
 
 class NativePass:

@@ -451,7 +451,7 @@ class AtObserver(Observer):
         if self.model.hook_dict.keys() >= {point for point, _ in hooks}:  # an error names others
             with tiny_passes(self.model, hooks):
                 logits_of(self.model, tiny_tokens(self.model))
-            _refuse_unlike(self.owner, [*shapes.values()])
+            _refuse_other_shapes(self.owner, [*shapes.values()])
 
     def begin(self, read: At) -> None:
         self._of_layers: dict[int, Tensor] = {}
@@ -581,11 +581,11 @@ class _Places:
 def _by_layer(owner: str, of_layers: dict[int, Tensor]) -> Float[Tensor, "batch layer *axes"]:
     """The numbers of all layers on the CPU, so that a GPU waits for one copy."""
     layers = on_one_device([of_layers[layer] for layer in sorted(of_layers)])
-    _refuse_unlike(owner, [tuple(each.shape[:-1]) for each in layers])
+    _refuse_other_shapes(owner, [tuple(each.shape[:-1]) for each in layers])
     return torch.stack(of_one_width(layers), dim=1).cpu()
 
 
-def _refuse_unlike(owner: str, shapes: Sequence[tuple[int, ...]]) -> None:
+def _refuse_other_shapes(owner: str, shapes: Sequence[tuple[int, ...]]) -> None:
     """Raise an error for layers of other shapes, but for their last axis, which gets zeros."""
     if unlike := [layer for layer, shape in enumerate(shapes) if shape != shapes[0]]:
         raise MetricError(

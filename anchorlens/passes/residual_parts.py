@@ -150,7 +150,7 @@ def residual_parts(
     ):
         run_pass(model, batch, observers=observers)
     try:
-        layers, parts = _parts(model, layer, call, seen, norms if by_head else None)
+        layers, parts = _parts_of_residual(model, layer, call, seen, norms if by_head else None)
         operands = _linear_operands(model, layer, call, torch.stack(parts), seen[resid_pre])
         of_queries, of_keys = (
             each.cpu()[:, rows, chosen, place[:, None]]
@@ -169,7 +169,7 @@ def residual_parts(
     return ResidualParts((*layers, 2 * layer + 1), of_queries, of_keys, patterns[0])
 
 
-def _parts(
+def _parts_of_residual(
     model: HookedModel,
     layer: int,
     call: _Call,
@@ -220,12 +220,12 @@ def _linear_operands(
         held[module] = LinearNorm.of(module, inputs[0], output)
 
     with added_hooks(model, of_modules=[(each, store) for each in inner]):
-        [whole] = _operands(model, layer, call, [hidden])
+        [whole] = _operands_of_inputs(model, layer, call, [hidden])
     frozen: list[ModuleHook] = [(each, norm.acting()) for each, norm in held.items()]
     bias = norm.bias.to(hidden.dtype).expand_as(hidden)
     inputs = [bias, *(norm.without_bias(part).to(hidden.dtype) + bias for part in parts)]
     with added_hooks(model, of_modules=frozen):
-        constant, *of_parts = _operands(model, layer, call, inputs)
+        constant, *of_parts = _operands_of_inputs(model, layer, call, inputs)
     found = []
     for k, what in enumerate(("queries", "keys")):
         stacked = torch.stack([*(each[k] - constant[k] for each in of_parts), constant[k]])
@@ -234,7 +234,7 @@ def _linear_operands(
     return found[0], found[1]
 
 
-def _operands(
+def _operands_of_inputs(
     model: HookedModel, layer: int, call: _Call, inputs: Iterable[Tensor]
 ) -> list[tuple[Tensor, Tensor]]:
     """Queries, in the unit of scores, and keys that the attention of a layer makes of inputs."""

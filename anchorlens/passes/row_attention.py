@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.nn.functional import scaled_dot_product_attention
 
-from ..models.replaced_attention import Heads, Seen, SharedHeads, Terms
+from ..models.replaced_attention import Heads, SeenKeys, SharedHeads, Terms
 from ..system.row_pieces import row_slices
 
 Rows = Float[Tensor, "batch head query key"]
@@ -103,7 +103,7 @@ def output_of(query: Heads, key: SharedHeads, value: SharedHeads, terms: Terms) 
     return torch.cat(outputs, dim=2)
 
 
-def keys_seen(terms: Terms, rows: slice, key: SharedHeads) -> tuple[slice, Seen]:
+def keys_seen(terms: Terms, rows: slice, key: SharedHeads) -> tuple[slice, SeenKeys]:
     """All keys that one of these query rows sees and some beside them, and which row sees which.
 
     The number of keys is rounded up, so that most pieces are as large as the piece before them. If
@@ -134,7 +134,7 @@ def _cap(scores: Rows, terms: Terms) -> Rows | None:
     return derivative
 
 
-def _softmax(scores: Rows, seen: Seen, terms: Terms) -> Rows:
+def _softmax(scores: Rows, seen: SeenKeys, terms: Terms) -> Rows:
     """A of some query rows, from scores that are changed."""
     scores.masked_fill_(~seen, torch.finfo(scores.dtype).min)
     if terms.sinks is None:
@@ -144,7 +144,7 @@ def _softmax(scores: Rows, seen: Seen, terms: Terms) -> Rows:
 
 
 def _output_of_rows(
-    query: Heads, key: SharedHeads, value: SharedHeads, seen: Seen, terms: Terms
+    query: Heads, key: SharedHeads, value: SharedHeads, seen: SeenKeys, terms: Terms
 ) -> Heads:
     """z of some query rows, by their pattern."""
     scores = _scores(query, key, terms.scale)

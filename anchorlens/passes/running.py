@@ -21,12 +21,12 @@ from ..system.devices import sent
 from ..system.put_back import SafeContext, safe_context
 from .native_pass import Inside, NativePass
 
-Run = Callable[..., Tensor]  # logits of tokens and further inputs
+RunTokens = Callable[..., Tensor]  # logits of tokens and further inputs
 
 
 def running(
     model: HookedModel, batch: PromptBatch, twin: Twin | None, inside: Inside
-) -> tuple[Run, SafeContext[None]]:
+) -> tuple[RunTokens, SafeContext[None]]:
     """What runs tokens, the twin or the hooked model, and a context in which hooks act in it."""
     if twin is not None:
         # Keys before these columns may be padding although the batch has none.

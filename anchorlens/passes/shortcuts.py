@@ -21,7 +21,7 @@ from torch.nn import functional
 from ..hooks import Site, hooks_on_edges
 from ..models.facts import fact
 from ..models.hooked import HookedModel, is_of_low_precision
-from ..models.kv_cache import entries_of, layers_of_entries
+from ..models.kv_cache import entries_of_cache, layers_of_entries
 from ..models.tiny_pass import (
     QUERIES,
     prompts_of_lengths,
@@ -49,25 +49,25 @@ def why_not_shared(model: HookedModel) -> str:
     """
     if is_of_low_precision(model):
         return "in low precision numbers after cached tokens are rounded otherwise"
-    return _reason(model, "no run from a key-value cache", _compare_shared)
+    return _reason_of_comparison(model, "no run from a key-value cache", _compare_shared)
 
 
 @fact
 def why_not_fused(model: HookedModel) -> str:
     """Why whole prompts cannot run with a fused attention; empty if they can."""
-    return _reason(model, "", _compare_fused)
+    return _reason_of_comparison(model, "", _compare_fused)
 
 
 @fact
 def why_no_fused_prefix(model: HookedModel) -> str:
     """Why shared tokens cannot run with a fused attention; empty if they can."""
-    return why_not_fused(model) or _reason(model, "", _compare_stored)
+    return why_not_fused(model) or _reason_of_comparison(model, "", _compare_stored)
 
 
 def why_not_late(model: HookedModel, layer: int) -> str:
     """Why a pass cannot begin in a layer, whose input an earlier pass stored; empty if it can."""
     computed = layers_of_entries(model)
-    first = min((computed[entry] for entry in entries_of(model)[layer:]), default=layer)
+    first = min((computed[entry] for entry in entries_of_cache(model)[layer:]), default=layer)
     if first < layer:
         return f"no start at layer {layer}, after which keys of layer {first} are read"
     return ""
@@ -116,7 +116,7 @@ def _bytes_of_pass(model: HookedModel, batch: PromptBatch) -> int:
     return sum(size for address, size in sizes.items() if address not in weights)
 
 
-def _reason(model: HookedModel, what: str, compare: Callable[..., str]) -> str:
+def _reason_of_comparison(model: HookedModel, what: str, compare: Callable[..., str]) -> str:
     """Why a shortcut cannot be taken, natively or with hooks; also an error of an architecture."""
     twin = twin_of(model)
     with tiny_passes(model), shrunk_windows(model), twin.entered():

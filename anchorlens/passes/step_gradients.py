@@ -35,16 +35,16 @@ from .forward import Acting, Pass, rows_hook
 from .losses import columns_of
 from .running import leaf_hook
 
-Pattern = Float[Tensor, "1 head query key"]
+StepPattern = Float[Tensor, "1 head query key"]
 
-TOLERANCE = 1e-5  # of the largest product in its layer
+TOLERANCE_OF_PRODUCTS = 1e-5  # of the largest product in its layer
 
 
 def step_gradients(
     model: HookedModel,
     batch: PromptBatch,
     positions: Bool[Tensor, "1 position"],
-    use: Callable[[int, int, Pattern, Pattern], None],
+    use: Callable[[int, int, StepPattern, StepPattern], None],
     *,
     chunk: int = 8,
 ) -> tuple[Float[Tensor, " step"], str]:
@@ -137,7 +137,7 @@ class _Route:
 
     name: str
     tensors: Sequence[Tensor]
-    of_pattern: Callable[[int, Tensor], Pattern]
+    of_pattern: Callable[[int, Tensor], StepPattern]
 
 
 def _from_outputs(
@@ -145,7 +145,7 @@ def _from_outputs(
 ) -> _Route:
     heads = [cached_heads(model, of_layer.shape[2]) for of_layer in values]
 
-    def of_pattern(layer: int, gradient: Tensor) -> Pattern:
+    def of_pattern(layer: int, gradient: Tensor) -> StepPattern:
         of_heads = values[layer][:, :, heads[layer].to(gradient.device)]
         return torch.einsum("bqhd,bkhd->bhqk", gradient, of_heads)
 
@@ -199,6 +199,6 @@ def _agree(of_steps: Callable[..., list[Tensor]], route: _Route, patterns: _Rout
     for layer, pattern in enumerate(patterns.tensors):
         expected = gradients[count + layer][0] * pattern
         product = route.of_pattern(layer, gradients[layer][0]) * pattern
-        if not (product - expected).abs().max() <= TOLERANCE * expected.abs().max():
+        if not (product - expected).abs().max() <= TOLERANCE_OF_PRODUCTS * expected.abs().max():
             return False
     return True

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 from ..errors import DataError
 from ..system.files import bytes_of, kind_of
 
-Columns = Mapping[str, Sequence[Any]]
+Table = Mapping[str, Sequence[Any]]
 # What a task says of a data file. Options of the command need these names without other packages.
 COLUMNS = ("text_column", "label_column", "image_column", "classes")
 
@@ -39,7 +39,7 @@ _MOST_BYTES = 2**31  # of the values of a packed file, with what Python adds to 
 _INTEGER = re.compile(r"\s*[+-]?[0-9]{1,18}\s*")
 
 
-def read_columns(path: Path, label: str) -> Columns:
+def read_columns(path: Path, label: str) -> Table:
     """The columns of a file by name, each a sequence of Python values.
 
     The cells of csv are text; only whole numbers in the column ``label`` become integers.
@@ -57,7 +57,7 @@ def read_columns(path: Path, label: str) -> Columns:
     return {**columns, label: classes_in(columns, label, path)} if label in columns else columns
 
 
-def classes_in(columns: Columns, label: str, path: Path) -> Sequence[Any]:
+def classes_in(columns: Table, label: str, path: Path) -> Sequence[Any]:
     """The cells of the column of the classes; where all are text, whole numbers become integers."""
     cells = columns[label]
     if READERS[path.suffix.lower()].has_types:
@@ -66,19 +66,19 @@ def classes_in(columns: Columns, label: str, path: Path) -> Sequence[Any]:
     return [int(cell) if number else cell for cell, number in zip(cells, is_text, strict=True)]
 
 
-def refuse_no_rows(columns: Columns, source: str | Path) -> None:
+def refuse_no_rows(columns: Table, source: str | Path) -> None:
     """Raise an error for columns without a row."""
     if not any(columns.values()):
         raise DataError(f"{source} has no rows; expected a text and its class in each row")
 
 
-def columns_of(rows: Sequence[Mapping[str, Any]]) -> Columns:
+def table_of(rows: Sequence[Mapping[str, Any]]) -> Table:
     """The columns of rows by name; None where a row lacks one."""
     names = dict.fromkeys(name for row in rows for name in row)
     return {name: [row.get(name) for row in rows] for name in names}
 
 
-def _jsonl(data: bytes, path: Path) -> Columns:
+def _jsonl(data: bytes, path: Path) -> Table:
     text = _decoded(data, path)
     if text.lstrip().startswith("["):
         rows = _parsed(text, path, 1)
@@ -93,7 +93,7 @@ def _jsonl(data: bytes, path: Path) -> Columns:
                 f"row {number} of {path} is not a json object; expected {_EXAMPLE}; "
                 f"got {shortened(row)}"
             )
-    return columns_of(rows)
+    return table_of(rows)
 
 
 def _parsed(text: str, path: Path, first_line: int) -> Any:
@@ -111,7 +111,7 @@ def _parsed(text: str, path: Path, first_line: int) -> Any:
     )
 
 
-def _csv(data: bytes, path: Path) -> Columns:
+def _csv(data: bytes, path: Path) -> Table:
     import pandas as pd
 
     text = _decoded(data, path).lstrip("\r\n")
@@ -150,7 +150,7 @@ def _csv(data: bytes, path: Path) -> Columns:
     }
 
 
-def _parquet(data: bytes, path: Path) -> Columns:
+def _parquet(data: bytes, path: Path) -> Table:
     import pyarrow.parquet
 
     size = 0
@@ -228,7 +228,7 @@ def _cure_of_encoding(data: bytes, path: Path) -> str:
     )
 
 
-def nested_fields(columns: Columns, source: str | Path) -> str:
+def nested_fields(columns: Table, source: str | Path) -> str:
     """What to do about columns that hold fields of their own, in words; nothing without them."""
     reader, nested = READERS.get(Path(source).suffix.lower()), dict[str, str]()
     for name, cells in columns.items():
@@ -280,7 +280,7 @@ def shortened(value: Any) -> str:
 class FileReader(NamedTuple):
     """How files of a kind become columns."""
 
-    read: Callable[[bytes, Path], Columns]
+    read: Callable[[bytes, Path], Table]
     has_types: bool  # else all cells are text
     code: Callable[[Path], tuple[str, str]]  # in Python, that reads rows and that writes others
 

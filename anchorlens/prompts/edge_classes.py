@@ -13,7 +13,7 @@ import torch
 from jaxtyping import Bool, Int
 from torch import Tensor
 
-_MOST = 256  # classes of queries, or of keys
+_MOST_EDGE_CLASSES = 256  # classes of queries, or of keys
 
 
 @dataclass(frozen=True, eq=False)
@@ -60,7 +60,7 @@ def in_common(
     queries, keys, tables = first.queries, first.keys, first.table[None]
     for each in sets[1:]:
         rows, columns = each.table.shape
-        if max(tables.shape[1] * rows, tables.shape[2] * columns) > _MOST:
+        if max(tables.shape[1] * rows, tables.shape[2] * columns) > _MOST_EDGE_CLASSES:
             return None
         queries, keys = queries * rows + each.queries, keys * columns + each.keys
         theirs = each.table.repeat(tables.shape[1], tables.shape[2])[None]

@@ -29,7 +29,7 @@ from .segment_names import FORMAT, SEGMENTS, TEXT
 
 PositionsOfBatch = Callable[[PromptBatch], Positions]
 Pairs = Sequence[tuple[int, int]]
-Numbers = Int[Tensor, "*batch anchor"]  # of columns
+ColumnNumbers = Int[Tensor, "*batch anchor"]  # of columns
 
 
 @checked
@@ -73,7 +73,7 @@ def segment(batch: PromptBatch, name: str) -> Positions:
 
 
 @checked
-def at(batch: PromptBatch, positions: Numbers) -> Positions:
+def at(batch: PromptBatch, positions: ColumnNumbers) -> Positions:
     """Positions given by number, in columns of the batch: a row for each prompt, or one for all.
 
     Raises:
@@ -313,7 +313,7 @@ def from_first(batch: PromptBatch) -> EdgeSet:
 
 
 @checked
-def read_by(positions: Numbers | PositionsOfBatch) -> EdgesOfBatch:
+def read_by(positions: ColumnNumbers | PositionsOfBatch) -> EdgesOfBatch:
     """A function of the batch: all edges to these tokens, from every later one.
 
     Args:
@@ -326,7 +326,7 @@ def read_by(positions: Numbers | PositionsOfBatch) -> EdgesOfBatch:
 
 
 @checked
-def reading(positions: Numbers | PositionsOfBatch) -> EdgesOfBatch:
+def reading(positions: ColumnNumbers | PositionsOfBatch) -> EdgesOfBatch:
     """A function of the batch: all edges from these tokens, to every earlier one.
 
     Args:
@@ -339,8 +339,8 @@ def reading(positions: Numbers | PositionsOfBatch) -> EdgesOfBatch:
 
 
 def _between(
-    readers: Numbers | PositionsOfBatch | None,
-    read: Numbers | PositionsOfBatch | None,
+    readers: ColumnNumbers | PositionsOfBatch | None,
+    read: ColumnNumbers | PositionsOfBatch | None,
     batch: PromptBatch,
 ) -> EdgeSet:
     """Edges between tokens; None for all."""

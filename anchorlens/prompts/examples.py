@@ -15,7 +15,7 @@ from typing import Any
 from ..errors import DataError
 from ..system.arguments import check_counts, checked
 from ..system.files import kind_of
-from .datafiles import READERS, Columns, columns_of, nested_fields, read_columns, refuse_no_rows
+from .datafiles import READERS, Table, nested_fields, read_columns, refuse_no_rows, table_of
 
 
 @checked
@@ -152,7 +152,7 @@ def load_examples(
             raise DataError(
                 f"rows are one split, but split={split!r} came with them; give no split"
             )
-        refuse_no_rows(columns := columns_of(source), name)
+        refuse_no_rows(columns := table_of(source), name)
         return _with_images(_examples(columns, name, text, label, classes), columns, name, image)
     if image is not None and not _is_file(source):
         raise DataError(
@@ -279,7 +279,7 @@ def _is_file(source: str | Path) -> bool:
     return not is_on_hub or bool(kind_of(source, DataError))
 
 
-def _read_hub(hub: HubSource, split: str) -> Columns:
+def _read_hub(hub: HubSource, split: str) -> Table:
     import datasets
 
     try:
@@ -296,7 +296,7 @@ def _read_hub(hub: HubSource, split: str) -> Columns:
 
 
 def _examples(
-    columns: Columns, source: str, text: str, label: str, classes: Sequence[str | int | bool] | None
+    columns: Table, source: str, text: str, label: str, classes: Sequence[str | int | bool] | None
 ) -> list[Example]:
     missing = [name for name in (text, label) if name not in columns]
     if missing:
@@ -322,7 +322,7 @@ def _examples(
 
 
 def _with_images(
-    examples: list[Example], columns: Columns, source: str, image: str | None, folder: Path = Path()
+    examples: list[Example], columns: Table, source: str, image: str | None, folder: Path = Path()
 ) -> list[Example]:
     """The examples with the paths of a column."""
     if image is None:

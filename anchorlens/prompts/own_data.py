@@ -24,7 +24,7 @@ from .datafiles import classes_in, nested_fields, read_columns, shortened
 from .examples import Example
 from .tasks import Task
 
-_MOST_CLASSES = 100
+_TOO_MANY = 100
 _FEW_GAPS = 0.05  # of the rows; a column with more of them says something of some rows only
 _CELLS = str | int | float | None
 # Words that say nothing of a class where others are left out or come after them.
@@ -105,7 +105,7 @@ def layout_of(
         problems.append("no column has texts (text= names one)")
     if label is None:
         problems.append(
-            f"no column has classes, that is 2 to {_MOST_CLASSES} different values, each in two "
+            f"no column has classes, that is 2 to {_TOO_MANY} different values, each in two "
             "rows on average (label= names one)"
         )
     if problems or text is None or label is None:
@@ -125,7 +125,7 @@ def layout_of(
         dict(counts),
         [number for number, words in enumerate(columns[text], start=1) if not _is_text(words)],
         [number for number, value in enumerate(values, start=1) if _value(value) is None],
-        {name for name, cells in columns.items() if not _gaps(cells)},
+        {name for name, cells in columns.items() if not _share_of_empty(cells)},
         not is_given
         and _rank(label, _CLASSES) == len(_CLASSES)
         and any(_letters(columns[name]) for name in others),
@@ -160,10 +160,10 @@ def problems_of(
             f"the column {layout.label} has the values {', '.join(map(str, unlisted))}, which are "
             "not among classes="
         )
-    if not 1 < len(classes) <= _MOST_CLASSES:
+    if not 1 < len(classes) <= _TOO_MANY:
         problems.append(
             f"the column {layout.label} has {len(classes)} classes, and a task has 2 to "
-            f"{_MOST_CLASSES}; name another by label="
+            f"{_TOO_MANY}; name another by label="
         )
     words = Counter(_spelled(str(value), is_chat=True) for value in classes)
     alike = [
@@ -177,7 +177,7 @@ def problems_of(
             "in all rows"
         )
     rare = [value for value in classes if layout.counts.get(value, 0) < shots]
-    if rare and len(rare) <= _MOST_CLASSES:
+    if rare and len(rare) <= _TOO_MANY:
         counted = ", ".join(f"{value} has {layout.counts.get(value, 0)}" for value in rare)
         problems.append(f"shots={shots} needs as many rows of each class, but {counted}")
     left = sum(layout.counts.values()) - shots * len(classes)
@@ -193,7 +193,7 @@ def entries_for(layout: Layout, classes: Sequence[Any] | None, chat: bool) -> di
     """The entries of a task file for a data file: columns, classes, template and label words."""
     values = list(layout.counts) if classes is None else list(classes)
     return {
-        "template": f"{_heading(layout.text)}: {{text}}\n{_heading(layout.label)}:{{label}}",
+        "template": f"{_title(layout.text)}: {{text}}\n{_title(layout.label)}:{{label}}",
         "labels": [_spelled(str(value), chat) for value in values],
         **({"chat": True} if chat else {}),
         "text_column": layout.text,
@@ -299,7 +299,7 @@ def _spelled(name: str, is_chat: bool) -> str:
     return word if is_chat else f" {word}"
 
 
-def _heading(column: str) -> str:
+def _title(column: str) -> str:
     words = re.sub(r"[\W_]+", " ", column).strip()
     return words[:1].upper() + words[1:] or "Text"
 
@@ -310,7 +310,7 @@ def _rank(name: str, names: Sequence[str]) -> int:
 
 def _order_of_classes(name: str, values: Sequence[Any]) -> tuple[Any, ...]:
     """Columns with few gaps first, then by their names; numbers last, as they may be amounts."""
-    gaps = _gaps(values)
+    gaps = _share_of_empty(values)
     return gaps > _FEW_GAPS, _rank(name, _CLASSES), gaps > 0, not _letters(values)
 
 
@@ -324,7 +324,7 @@ def _order_of_texts(name: str, values: Sequence[Any]) -> tuple[Any, ...]:
     return gaps > _FEW_GAPS, _rank(name, _TEXTS), few, not is_spaced, gaps > 0, -_letters(values)
 
 
-def _gaps(values: Sequence[Any]) -> float:
+def _share_of_empty(values: Sequence[Any]) -> float:
     """The share of rows that are empty."""
     return sum(_value(value) is None for value in values) / len(values)
 
@@ -332,7 +332,7 @@ def _gaps(values: Sequence[Any]) -> float:
 def _has_classes(values: Sequence[Any]) -> bool:
     """Whether there are few different values, each in two rows on average."""
     counts = _counts(values)
-    few = min(_MOST_CLASSES, counts.total() // 2)
+    few = min(_TOO_MANY, counts.total() // 2)
     return 1 < len(counts) <= few and all(map(_may_be_class, values))
 
 

@@ -29,14 +29,14 @@ def plain_tokens(tokenizer: Any, count: int) -> Bool[Tensor, " vocab"]:
             "pass tokenizer=AutoTokenizer.from_pretrained(...)"
         )
     if tokenizer not in _known or _known[tokenizer][0] != len(tokenizer):
-        _known[tokenizer] = len(tokenizer), _plain(tokenizer)
+        _known[tokenizer] = len(tokenizer), _plain_tokens(tokenizer)
     known = _known[tokenizer][1]
     plain = torch.zeros(count, dtype=torch.bool, device="cpu")
     plain[: len(known)] = known[:count]
     return plain
 
 
-def _plain(tokenizer: Any) -> Bool[Tensor, " vocab"]:
+def _plain_tokens(tokenizer: Any) -> Bool[Tensor, " vocab"]:
     names = tokenizer.get_vocab()
     left_out = {*tokenizer.all_special_ids, *tokenizer.added_tokens_decoder}
     left_out |= {token for name, token in names.items() if _BYTE_OR_UNUSED.fullmatch(name)}

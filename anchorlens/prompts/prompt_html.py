@@ -67,7 +67,7 @@ _MEANING = {
 _COLORS = 6  # of segments with names of one's own
 _ELEMENT = {LABEL: "strong", TARGET: "mark"}
 _SIGN = {LABEL: "◆", TARGET: "■"}  # as in figures
-_PART = "\ufffd"  # a token that is only a part of a character
+_PART_OF_CHARACTER = "\ufffd"  # a token that is only a part of a character
 _CONTROL = {code: chr(0x2400 + code) for code in range(32)} | {127: "␡", 9: "⇥\t", 10: "↵<br>"}
 
 
@@ -105,7 +105,7 @@ def token_spans(
     """
     return "".join(
         _element(segment, _html(text), names, f' data-token="{start + position}"')
-        for position, text, segment in _joined(tokens, segments, len(names), start, pictures)
+        for position, text, segment in _joined_tokens(tokens, segments, len(names), start, pictures)
     )
 
 
@@ -149,7 +149,7 @@ class PromptView:
         parts: list[str] = []
         before: int | None = None
         signs = _SIGN if of_task(self.names) else {}
-        joined = _joined(self.tokens, self.segments, len(self.names), 0, self.pictures)
+        joined = _joined_tokens(self.tokens, self.segments, len(self.names), 0, self.pictures)
         for _, text, segment in joined:
             parts += [signs[segment]] if segment in signs and segment != before else []
             parts.append(f"[{text.text}]" if isinstance(text, Picture) else text)
@@ -165,7 +165,7 @@ class PromptView:
         )
 
 
-def _joined(
+def _joined_tokens(
     tokens: Sequence[str],
     segments: Sequence[int],
     count: int,
@@ -193,7 +193,7 @@ def _joined(
         if not text and list(following) == [segment]:
             continue
         if segment != PADDING:
-            yield first, text or _PART, segment
+            yield first, text or _PART_OF_CHARACTER, segment
         first = position + 1
 
 

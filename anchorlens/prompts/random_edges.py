@@ -80,7 +80,7 @@ def best_of_each_row(
     wanted: Int[Tensor, " query"], free: Bool[Tensor, "query key"], generator: torch.Generator
 ) -> Bool[Tensor, "query key"]:
     chosen = torch.zeros_like(free)
-    for rows, scores in _scores(free, generator):
+    for rows, scores in _random_scores(free, generator):
         busy = (wanted[rows] > 0).nonzero().flatten()
         order = scores[busy].argsort(dim=1, descending=True, stable=True)
         ranked = torch.arange(len(free), device="cpu") < wanted[rows][busy, None]
@@ -93,7 +93,7 @@ def best_of_all_rows(
 ) -> Bool[Tensor, "query key"]:
     best = torch.zeros(0, dtype=torch.double, device="cpu")
     indices = torch.zeros(0, dtype=torch.long, device="cpu")
-    for rows, scores in _scores(free, generator):
+    for rows, scores in _random_scores(free, generator):
         start = rows.start * len(free)
         more = torch.arange(start, start + scores.numel(), device="cpu")
         best, indices = torch.cat([best, scores.flatten()]), torch.cat([indices, more])
@@ -104,7 +104,7 @@ def best_of_all_rows(
     return chosen.view_as(free)
 
 
-def _scores(
+def _random_scores(
     free: Bool[Tensor, "query key"], generator: torch.Generator
 ) -> Iterator[tuple[slice, Float[Tensor, "query key"]]]:
     """Random numbers of the free edges, -1 elsewhere, a few query rows at a time.

@@ -19,11 +19,11 @@ from .demonstration_sets import Examples, examples_of_task, task_of_name
 from .examples import load_examples
 from .tasks import Task
 
-_PARTS = ("template", "labels", "separator", "instructions")
+_ENTRIES = ("template", "labels", "separator", "instructions")
 _SPLITS = ("split", "query_split")
 _TYPES: dict[str, type] = {
     "task": str,
-    **dict.fromkeys(_PARTS, str),
+    **dict.fromkeys(_ENTRIES, str),
     "labels": list,
     "chat": bool,
     "options": dict,
@@ -104,11 +104,11 @@ def task_of(entries: Mapping[str, Any], source: str) -> Task:
     is_chat, parts = bool(entries.get("chat")), dict[str, Any]()
     if "task" in entries:
         known = task_of_name(entries["task"])
-        parts = {part: getattr(known, part) for part in _PARTS}
+        parts = {part: getattr(known, part) for part in _ENTRIES}
         if is_chat:  # an answer begins with the word, and the template separates demonstrations
             parts["labels"] = [word.strip() for word in known.first_words]
             del parts["separator"]
-    parts |= {name: entries[name] for name in _PARTS if name in entries}
+    parts |= {name: entries[name] for name in _ENTRIES if name in entries}
     if missing := [name for name in ("template", "labels") if name not in parts]:
         raise DataError(
             f"{source} has no {' and no '.join(missing)}; a task has both, or names a task of the "
@@ -172,5 +172,5 @@ def examples_of(entries: Mapping[str, Any], task: Task) -> Examples:
 
 def entries_of(task: Task) -> dict[str, Any]:
     """The parts of a task as entries; a chat has no separator."""
-    names = [name for name in _PARTS if not (name == "separator" and isinstance(task, ChatTask))]
+    names = [name for name in _ENTRIES if not (name == "separator" and isinstance(task, ChatTask))]
     return {name: getattr(task, name) for name in names}

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from ..errors import HookError
 from ..experiments.analysis import analyse
-from ..models.read_weights import place_of
+from ..models.read_weights import device_or_map
 from ..passes.memory import free_memory
 from ..printable import printable
 from ..prompts.examples import Example
@@ -269,7 +269,7 @@ def across_models(
         >>> record.number.shape  # one model, six claims
         torch.Size([1, 6])
     """
-    place_of(device, device_map)  # an error for what cannot be used
+    device_or_map(device, device_map)  # an error for what cannot be used
     loading = {"device": device, "device_map": device_map, "dtype": dtype}
     sources = sources_of(models, revisions, loading)
     sampling = {"queries": queries, "shots": shots, "seeds": seeds, "batch_size": batch_size}

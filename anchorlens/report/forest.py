@@ -29,7 +29,7 @@ def forest(claims: Sequence[Claim]) -> Markup:
             _text_at(0.0, top + 11 + TITLE * k, line, "claim-name") for k, line in enumerate(title)
         )
         top += TITLE * len(title)
-        parts += _rows(claim, top)
+        parts += _rows_of_claim(claim, top)
         top += LINE * (1 + len(claim.controls)) + GAP
     alternative = " ".join(
         f"{claim.statement} {claim.estimate}, {claim.verdict}." for claim in claims
@@ -40,7 +40,7 @@ def forest(claims: Sequence[Claim]) -> Markup:
     )
 
 
-def _rows(claim: Claim, top: float) -> Iterator[str]:
+def _rows_of_claim(claim: Claim, top: float) -> Iterator[str]:
     """The number of a claim, its limit and its controls."""
     place, middle = _scale(claim), top + LINE / 2
     end = top + LINE * (1 + len(claim.controls))

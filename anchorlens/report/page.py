@@ -235,7 +235,7 @@ def _chapter(
         for number, (name, flows) in enumerate(contents.prompts.items())
     }
     choices = _choices(contents.prompts)
-    largest = _largest(contents.prompts, choices)
+    largest = _largest_arc(contents.prompts, choices)
     prompts = [
         replace(pages.pop(name), choice=choice, largest=largest) for name, choice in choices.items()
     ]
@@ -259,7 +259,9 @@ def _chapter(
     )
 
 
-def _largest(pages: Mapping[str, FlowPage], choices: Mapping[str, str]) -> tuple[float, str] | None:
+def _largest_arc(
+    pages: Mapping[str, FlowPage], choices: Mapping[str, str]
+) -> tuple[float, str] | None:
     """The largest arc of several prompts, and the words by which its prompt is chosen."""
     arcs = {name: page.largest() for name, page in pages.items() if isinstance(page, PromptFlows)}
     if len(arcs) < 2:

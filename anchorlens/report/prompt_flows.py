@@ -245,7 +245,7 @@ def plot_prompt(
     part_of = torch.arange(len(parts), device="cpu").repeat_interleave(lengths)
     shape = (n_layers, 1 + n_heads, len(parts), len(parts))
     sums = torch.zeros(shape, dtype=torch.double, device="cpu")
-    found = [Found(STRONGEST) for _ in range(n_layers)]
+    found = [StrongestFlows(STRONGEST) for _ in range(n_layers)]
     ends, size = shallow_and_deep(n_layers), len(tokens) if len(tokens) <= MOST_TOKENS else 0
     pairs = torch.zeros(2, size, size, dtype=torch.double, device="cpu")
 
@@ -338,7 +338,7 @@ def _strongest(sums: Float[Tensor, "part part"], count: int) -> Strongest:
 
 
 @dataclass
-class Found:
+class StrongestFlows:
     """The strongest flows from a token to a later one in the rows that were added.
 
     Attributes:

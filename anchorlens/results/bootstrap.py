@@ -100,7 +100,7 @@ def with_intervals(
             stacked = torch.stack(without) if without else resampled_values[:0]
             bounds = torch.full((2, *value.shape), torch.nan, dtype=torch.double, device="cpu")
             of_all = Drawn(value, resampled_values, population)
-            for same, drawn_from in _parts(of_all, everything.of_fields.get(name), seed):
+            for same, drawn_from in _of_prompts(of_all, everything.of_fields.get(name), seed):
                 bounds[:, same] = kind.bounds(drawn_from)
                 if kind.over_draws:
                     wider = wider_by_draws(bounds[:, same], *drawn_from, stacked[:, same])
@@ -140,7 +140,7 @@ def _in_all_layers(record: _R) -> _R:
     return replace(record, **fields, intervals=bounds, info=info)
 
 
-def _parts(
+def _of_prompts(
     drawn: Drawn, of_prompts: Float[Tensor, "prompt *axes"] | None, seed: int
 ) -> Iterator[tuple[Any, Drawn]]:
     """Which numbers have which prompts, and these numbers as they are drawn from those.

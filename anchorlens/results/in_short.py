@@ -31,19 +31,19 @@ def values_in_short(value: Tensor, *ends: Tensor) -> str:
     if value.ndim == 0 and value.is_floating_point():
         return str(Estimate(*map(float, (value, *ends))))
     if value.ndim == 0:
-        return _number(value)
+        return _in_digits(value)
     known = value[~value.isnan()]
     if not len(known):
         return "nan" if value.numel() else "none"
     if value.ndim == 1:
-        numbers = [_number(entry) for entry in (value if len(value) <= _MANY else value[:3])]
-        numbers += [] if len(value) <= _MANY else ["…", _number(value[-1])]
+        numbers = [_in_digits(entry) for entry in (value if len(value) <= _MANY else value[:3])]
+        numbers += [] if len(value) <= _MANY else ["…", _in_digits(value[-1])]
         return ", ".join(numbers)
     least, largest = known.min(), known.max()
     if least == largest:
-        return f"all {_number(least)}"
-    return f"{_number(least)} to {_number(largest)}"
+        return f"all {_in_digits(least)}"
+    return f"{_in_digits(least)} to {_in_digits(largest)}"
 
 
-def _number(value: Tensor) -> str:
+def _in_digits(value: Tensor) -> str:
     return in_digits(value.item()) if value.is_floating_point() else str(value.item())

@@ -20,7 +20,7 @@ Resampled = Float[Tensor, "resample *axes"]
 Ends = Float[Tensor, "end *axes"]
 # From the values and bounds of the given sets to the bounds of their mean.
 OfSets = Callable[[Float[Tensor, "set *axes"], Float[Tensor, "set end *axes"]], Ends]
-FEWEST = 3  # units of which percentiles are taken
+FEWEST_UNITS = 3  # units of which percentiles are taken
 
 
 def percentiles(value: Numbers, resampled: Resampled, population: Population) -> Ends:
@@ -29,7 +29,7 @@ def percentiles(value: Numbers, resampled: Resampled, population: Population) ->
     Resamples reach no farther than the numbers themselves: where a few prompts of a set tell a
     number, the interval reaches at least as far as Student's t, and a single one has none.
     """
-    if population.units < FEWEST or not resampled.numel() or isnan(tail := population.tail):
+    if population.units < FEWEST_UNITS or not resampled.numel() or isnan(tail := population.tail):
         return torch.full((2, *value.shape), torch.nan, dtype=torch.double, device="cpu")
     tails = torch.tensor([tail, 1 - tail], dtype=torch.double, device="cpu")
     bounds = resampled.double().nanquantile(tails, dim=0)

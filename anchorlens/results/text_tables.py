@@ -72,13 +72,13 @@ def aligned(table: TextTable, *, corner: str = "", width: int = WIDTH) -> Iterat
     for block in blocks:
         of_block = [first, *(widths[name] for name in block)]
         if corner or any(columns):
-            yield from _row([corner, *block], of_block)
+            yield from _row_of_cells([corner, *block], of_block)
         for group in dict.fromkeys(group for group, _ in table):
             yield from [_in_one_line(group)] if group else []
             for key, name in names.items():
                 if key[0] == group:
                     texts = (table[key].get(column, "") for column in block)
-                    yield from _row([name, *texts], of_block)
+                    yield from _row_of_cells([name, *texts], of_block)
 
 
 def _narrow_one(table: TextTable, widths: dict[str, int], excess: int) -> None:
@@ -90,7 +90,7 @@ def _narrow_one(table: TextTable, widths: dict[str, int], excess: int) -> None:
         widths[widest] -= excess
 
 
-def _row(cells: Sequence[str], widths: Sequence[int]) -> Iterator[str]:
+def _row_of_cells(cells: Sequence[str], widths: Sequence[int]) -> Iterator[str]:
     """The lines of a row; a long cell goes on in the next, indented if it begins so."""
     lines = [
         wrap(cell, width, subsequent_indent=" " * (len(cell) - len(cell.lstrip())))

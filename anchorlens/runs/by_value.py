@@ -169,7 +169,7 @@ class _Walk:
             own = {name: part for name, part in vars(value).items() if name not in _OF_ENUM}
             self._add_all("member", kind, value.name, value.value)
             self._add_fields({name: own[name] for name in own if name[0] != "_"})
-        elif hasattr(kind, "backend_tokenizer") and installed.place_of(kind):
+        elif hasattr(kind, "backend_tokenizer") and installed.home_of(kind):
             self._add_tokenizer(value, kind)
         else:
             self._add_object(value, kind)
@@ -225,7 +225,7 @@ class _Walk:
 
     def _add_function(self, function: FunctionType) -> None:
         """What a function holds, and, if it is of the user, its code and what that names."""
-        place = installed.place_of(function)
+        place = installed.home_of(function)
         self._write("function", place, function.__name__, function.__qualname__)
         if place and not installed.is_known(place):
             self._miss(f"the function {_in_full(function)}")
@@ -245,7 +245,7 @@ class _Walk:
 
     def _add_code(self, code: CodeType, function: FunctionType) -> None:
         """What a code does, and the values of what it names; of modules only the end of a chain."""
-        shape, names = _read(code)
+        shape, names = _read_code(code)
         self._write("code", shape)
         cells = dict(zip(function.__code__.co_freevars, function.__closure__ or (), strict=True))
         own = {name for kind, name in names if kind == "STORE_NAME"}  # of a class in the function
@@ -259,7 +259,7 @@ class _Walk:
             if chain is not _MISSING:
                 before, self._name = self._name, text
                 self.add(chain)
-                if installed.made_by_drawing(chain) and installed.place_of(chain):
+                if installed.made_by_drawing(chain) and installed.home_of(chain):
                     self._miss("a layer whose weights are drawn")
                 self._name, chain = before, _MISSING
             if kind == "constant":
@@ -283,7 +283,7 @@ class _Walk:
                 self._miss(f"{name!r}, which the function changes outside of itself")
 
     def _add_class(self, kind: type) -> Any:
-        place = installed.place_of(kind)
+        place = installed.home_of(kind)
         self._write("class", place, kind.__name__, kind.__qualname__)
         if place and not installed.is_known(place):
             return self._miss(f"the class {_in_full(kind)}")
@@ -306,7 +306,7 @@ class _Walk:
         self._add_fields(decides)
 
     def _add_object(self, value: Any, kind: type) -> None:
-        place = installed.place_of(kind)
+        place = installed.home_of(kind)
         if place and not installed.is_known(place):
             return self._miss(f"a {_in_full(kind)}")
         self.add(kind)
@@ -323,7 +323,7 @@ class _Walk:
                 of_class = getattr_static(kind, name, None)
                 if isinstance(of_class, functools.cached_property):  # follows from the rest
                     left_out.add(name)
-                    if not installed.place_of(of_class.func):
+                    if not installed.home_of(of_class.func):
                         self._miss(f"what is stored in the cached property {name!r}")
                 elif is_ours and is_dataclass(value) and name.startswith("_"):
                     left_out.add(name)  # what it remembers of itself
@@ -377,7 +377,7 @@ _WAYS: dict[type, Callable[[_Walk, Any], Any]] = {
 
 
 @functools.lru_cache(4096)
-def _read(code: CodeType) -> tuple[str, list[tuple[str, Any]]]:
+def _read_code(code: CodeType) -> tuple[str, list[tuple[str, Any]]]:
     """What a code does, in words, and what it names: constants, globals, attributes and more.
 
     Not in it are texts that only describe, names of local variables, line numbers, and asserts

@@ -29,7 +29,7 @@ from ..system.processes import is_main
 from ..system.texts import name_of
 from ..system.warn import warn_user
 from .by_value import Known, identity_of
-from .installed import bases_of, changed, place_of
+from .installed import bases_of, changed, home_of
 
 PACKAGES = ("anchorlens", "transformer-lens", "transformers", "tokenizers", "torch", "scipy")
 _LONGEST = 2000  # characters of a setting in words
@@ -73,7 +73,7 @@ def fingerprint(
     }
     changes = changed()
     own = {
-        "hooks on the model": [*user_hooks(model), *_acting(known)],
+        "hooks on the model": [*user_hooks(model), *_acting_hooks(known)],
         "changes of torch and anchorlens": changes,
         "prompts": [*batches],
     }
@@ -88,13 +88,13 @@ def fingerprint(
     unknown = {}
     for name, value in {**own, **settings}.items():
         found = identity_of(value, known)
-        facts[name] = f"{in_words(words[name])} ({found.digest[:16]})"  # 1 and "1" have equal words
+        facts[name] = f"{as_words(words[name])} ({found.digest[:16]})"  # 1 and "1" have equal words
         if found.unknown:
             unknown[name] = found.unknown
     return Fingerprint(facts, unknown)
 
 
-def _acting(known: Known) -> list[tuple[str, Any]]:
+def _acting_hooks(known: Known) -> list[tuple[str, Any]]:
     """What acts on the model or on all of torch without being given: nothing, as a rule."""
     tables = {**vars(modules_of_torch), **vars(optimizers_of_torch)}
     hooks = {n: x for n, x in tables.items() if n.startswith("_global_") and isinstance(x, dict)}
@@ -110,7 +110,7 @@ def _acting(known: Known) -> list[tuple[str, Any]]:
         for path, module in known.modules.items()
         for name, value in vars(module).items()
         if isinstance(value, FunctionType | MethodType)
-        and not place_of(getattr(value, "__func__", value))
+        and not home_of(getattr(value, "__func__", value))
     ]
     return acting
 
@@ -159,24 +159,24 @@ def warn_of_unknown(folder: str | Path, unknown: Mapping[str, Sequence[str]]) ->
         )
 
 
-def in_words(value: Any) -> str:
+def as_words(value: Any) -> str:
     """A short text of a setting, by which a person recognises it."""
     if isinstance(value, str):
         text = value
     elif isinstance(value, Sequence):
-        text = ", ".join(map(in_words, value))
+        text = ", ".join(map(as_words, value))
     elif isinstance(value, functools.partial):
         options = [*map(repr, value.args), *(f"{k}={v!r}" for k, v in value.keywords.items())]
         text = f"{name_of(value.func)}({', '.join(options)})"
     elif isinstance(value, torch.Tensor):
         text = f"{value.dtype} of the shape {tuple(value.shape)}"
     elif isinstance(value, Mapping):
-        text = ", ".join(f"{in_words(key)}: {in_words(of)}" for key, of in value.items())
+        text = ", ".join(f"{as_words(key)}: {as_words(of)}" for key, of in value.items())
         text = f"{{{text}}}"
     elif is_dataclass(value) and not isinstance(value, type):
         # Its repr may shorten them, and tell counters, which do not decide, or numbers on a device.
         told = [field.name for field in fields(value) if field.compare and field.repr]
-        options = [f"{n}={in_words(getattr(value, n))}" for n in told if hasattr(value, n)]
+        options = [f"{n}={as_words(getattr(value, n))}" for n in told if hasattr(value, n)]
         text = f"{type(value).__qualname__}({', '.join(options)})"
     else:
         text = str(getattr(value, "__name__", repr(value)))

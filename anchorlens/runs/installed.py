@@ -42,13 +42,13 @@ _OUTSIDE = re.compile(
 _OF_PYTHON = """abs all any bool bytes callable chr classmethod complex dict divmod enumerate filter
 float format frozenset int isinstance issubclass iter len list map max min next object ord pow print
 property range repr reversed round set slice sorted staticmethod str sum super tuple type zip"""
-_CLASSES = [each for each in vars(builtins).values() if isinstance(each, type)]
+_BUILT_IN = [each for each in vars(builtins).values() if isinstance(each, type)]
 _PURE = {
     id(each): f"{each.__module__}.{each.__qualname__}"
     for each in (
         *(getattr(builtins, name) for name in _OF_PYTHON.split()),
         *(each for each in vars(math).values() if isinstance(each, BuiltinFunctionType)),
-        *(each for each in _CLASSES if issubclass(each, BaseException)),
+        *(each for each in _BUILT_IN if issubclass(each, BaseException)),
         *(Tensor, nn.Parameter, torch.Size, torch.device, torch.dtype, torch.finfo, torch.iinfo),
         functools.partial,
     )
@@ -84,7 +84,7 @@ _WATCHED = re.compile(
     r"|torch\.(functional|_tensor|special|linalg|fft|utils\._contextlib|nn|nn\.(functional|init"
     r"|parameter|utils\.clip_grad)|_C\._(nn|special|linalg|fft))|transformer_lens\.hook_points"
 )
-_GIVEN = [*_CLASSES, torch._C.TensorBase, np.ndarray]
+_GIVEN = [*_BUILT_IN, torch._C.TensorBase, np.ndarray]
 _GIVEN += [torch.Size, torch.device, torch.dtype, torch.finfo, torch.iinfo]
 # What Python adds to classes, some of it later.
 _OF_CLASS = {*vars(abc.ABC), "__annotations__", "__annotations_cache__", "__signature__"}
@@ -92,7 +92,7 @@ _OF_CLASS |= {"__parameters__", "__dict__", "__weakref__"}
 _GENERATED = {"__init__", "__setattr__", "__delattr__", "__repr__", "__eq__", "__hash__", "__new__"}
 
 # The members of each module and class as it was first seen, without those of the user.
-_first: dict[Any, dict[str, Any]] = {}
+_first_seen: dict[Any, dict[str, Any]] = {}
 
 
 def pure_name(value: Any) -> str:
@@ -134,7 +134,7 @@ def installed_module(path: str) -> str:
     return ""
 
 
-def place_of(value: Any) -> str:
+def home_of(value: Any) -> str:
     """The installed module of a function or class, and its name there; "" for one of the user."""
     if isinstance(value, FunctionType):
         code = without_checks(value).__code__
@@ -211,7 +211,7 @@ def changed(owners: Iterable[Any] | None = None) -> dict[str, Any]:
 
 def bases_of(kinds: Iterable[type]) -> list[type]:
     """The installed classes from which these inherit, and these."""
-    return [base for kind in kinds for base in kind.__mro__ if place_of(base)]
+    return [base for kind in kinds for base in kind.__mro__ if home_of(base)]
 
 
 def _changed_of(owner: Any) -> Iterator[tuple[str, Any]]:
@@ -235,10 +235,10 @@ def _changed_of(owner: Any) -> Iterator[tuple[str, Any]]:
 
 
 def _first_of(owner: Any) -> dict[str, Any]:
-    if owner not in _first:
+    if owner not in _first_seen:
         members = list(vars(owner).items())
-        _first[owner] = {name: value for name, value in members if _is_installed(value, name)}
-    return _first[owner]
+        _first_seen[owner] = {name: value for name, value in members if _is_installed(value, name)}
+    return _first_seen[owner]
 
 
 def _function_of(member: Any) -> Any:

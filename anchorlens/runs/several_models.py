@@ -76,7 +76,7 @@ def sources_of(
         for revision in [None] if revisions is None else revisions:
             of_model = {**loading, "revision": revision}
             at = "" if revision is None else f"@{revision}"
-            sources[f"{name}{at}"], count = partial(_loaded, model, of_model), count + 1
+            sources[f"{name}{at}"], count = partial(_loaded_model, model, of_model), count + 1
     if not 0 < len(sources) == count or "" in sources:
         raise ModelError(
             f"expected models of different names, at least one; got {[name for name, _ in named]}"
@@ -90,7 +90,7 @@ def folder_of(folder: str | Path | None, name: str) -> Path | None:
     return None if folder is None else Path(folder) / f"model {quote(name, safe=' @')}"
 
 
-def _loaded(model: Any, loading: Mapping[str, Any]) -> Any:
+def _loaded_model(model: Any, loading: Mapping[str, Any]) -> Any:
     """A model as it was given: hooked, by a function, or by a name."""
     if not why_not_hooked(model):
         return model

@@ -67,7 +67,7 @@ class Store:
             return store
         # Without this file, the files of contributions tell to which run they belong.
         for path_of_rows in paths_in(store.folder, "rows-*.safetensors"):
-            if (stored := _read(path_of_rows)) is not None:
+            if (stored := _read_rows(path_of_rows)) is not None:
                 store._require_same(stored[0], path_of_rows)
         if _is_foreign(path):
             raise StoreError(f"{path} is not of anchorlens; use another folder for contributions")
@@ -84,7 +84,7 @@ class Store:
         path = self._path(number)
         if not self.believed or not kind_of(path):
             return {}
-        stored, reason = _read(path), "is damaged"
+        stored, reason = _read_rows(path), "is damaged"
         if stored is not None:
             run, functions, of_batch, contributions = stored
             self._require_same(run, path)
@@ -120,7 +120,7 @@ class Store:
                 path.rmdir()
         new = set(map(name_of_question, contributions))
         functions = {name: each for name, each in self.functions.items() if name in new}
-        stored = _read(path) if kind == "file" else None
+        stored = _read_rows(path) if kind == "file" else None
         if stored is not None and stored[0] == self.run and stored[2] == number:
             _, others, _, of_others = stored
             functions = {**others, **functions}
@@ -239,7 +239,7 @@ def name_of_question(name: str) -> str:
     return name.partition("/")[0] if "/" in name else ""
 
 
-def _read(path: Path) -> tuple[dict[str, str], dict[str, str], int, dict[str, Tensor]] | None:
+def _read_rows(path: Path) -> tuple[dict[str, str], dict[str, str], int, dict[str, Tensor]] | None:
     """The run, the functions, the batch and the contributions of a file; None if damaged."""
     try:
         header, contributions = read_with_digest(path)

@@ -67,8 +67,8 @@ from .checks import (
 )
 from .identity import (
     Fingerprint,
+    as_words,
     fingerprint,
-    in_words,
     versions,
     warn_of_unknown,
 )
@@ -140,7 +140,7 @@ class Study:
 
     def __repr__(self) -> str:
         """One line: the model, the number of batches, the settings and the folder."""
-        settings = ", ".join(f"{name}: {in_words(value)}" for name, value in self.settings.items())
+        settings = ", ".join(f"{name}: {as_words(value)}" for name, value in self.settings.items())
         # Only checked batches and models have all attributes.
         model = getattr(getattr(self.model, "cfg", None), "model_name", type(self.model).__name__)
         parts = f"{shorten(str(model), 50)}, {len(self._given)} batches; {shorten(settings, 90)}"
@@ -440,7 +440,7 @@ class Study:
             # A function may use passes, which are what they were made of.
             all_of_it = what if name else [what, *(made_of for _, made_of in self._made)]
             digest, unknown = identity_of(all_of_it, self._known)
-            told = f"{in_words(what[0])} ({digest[:16]})" if name else digest
+            told = f"{as_words(what[0])} ({digest[:16]})" if name else digest
             found[name] = Identity(told, unknown)
         return found
 

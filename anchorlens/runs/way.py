@@ -124,7 +124,7 @@ def way_of(
         if not reason:
             lengths = shared_lengths(batches, None, least=1)
             reasons = _why_no_fused_prefix(model, batches, changes, observed, lengths)
-            lengths = {} if (why := _first(reasons)) else lengths
+            lengths = {} if (why := _first_reason(reasons)) else lengths
             way = _without_patterns(whole, model, batches, lengths, why)
             if _read_after(model, batches, observed, lengths):
                 return way
@@ -141,7 +141,7 @@ def way_of(
     lengths = shared_lengths(batches, loss)
     differentiates = loss is not None and any(each.needs_gradient for each in observed)
     reasons = _why_not_shared(model, batches, lengths, changes, observed, differentiates)
-    if reason := _first(reasons):
+    if reason := _first_reason(reasons):
         return replace(whole, shared_prefix=f"off: {reason}")
     shared = _run_once(lengths)
     return replace(whole, shared_prefix=shared, lengths=lengths, lengths_of_run=lengths)
@@ -166,9 +166,9 @@ def _how_passes_run(
         [why_not or twin_of(model).why_not_now(model), of_run],
         (why_hooks_need_a_bridge(model, (), each.hooks, each.backward_hooks) for each in observed),
     )
-    if reason := _first(reasons):
+    if reason := _first_reason(reasons):
         return f"with hooks: {reason}"
-    if reason := _first(further):
+    if reason := _first_reason(further):
         return f"{'' if is_of_low_precision(model) else 'native, some '}with hooks: {reason}"
     others = [each.passes for each in beside if each.passes != NATIVE]
     return others[0] if others and is_of_low_precision(model) else NATIVE
@@ -183,7 +183,7 @@ def _have_images(batches: Sequence[PromptBatch]) -> bool:
     return any(batch.inputs for batch in batches)
 
 
-def _first(reasons: Iterable[str]) -> str:
+def _first_reason(reasons: Iterable[str]) -> str:
     """The first reason; the next are not looked for, as facts take tiny passes the first time."""
     return next(filter(None, reasons), "")
 
@@ -269,7 +269,7 @@ def why_no_kernel(model: HookedModel, observed: Sequence[Observation]) -> str:
     from ..passes.flow_kernel import WEIGHTS
 
     reads = [(each.question.name, read) for each in observed for read in each.reads.values()]
-    return _first(read.why_no_kernel(owner, WEIGHTS) for owner, read in reads)
+    return _first_reason(read.why_no_kernel(owner, WEIGHTS) for owner, read in reads)
 
 
 def _run_once(lengths: Mapping[int, int]) -> str:

@@ -33,8 +33,8 @@ _LISTS = (Sequence, Collection, Iterable)
 _NO_LISTS = (str, bytes, Mapping)
 _EDGES = ("batch query key", "batch position")  # the axes of edges, and of positions at their ends
 _PACKAGE = Path(__file__).parents[1]
-_SHORT = reprlib.Repr()
-_SHORT.maxstring = _SHORT.maxother = 60
+_SHORT_REPR = reprlib.Repr()
+_SHORT_REPR.maxstring = _SHORT_REPR.maxother = 60
 
 
 def checked(function: Checked, described: Any = None) -> Checked:
@@ -150,7 +150,7 @@ def fitted(what: str, value: Any, hint: Any) -> Any:
     try:
         return as_hint(value, hint)
     except _Unfit as unfit:
-        got = f"{_SHORT.repr(value)} ({_a(type(value).__name__)})"
+        got = f"{_SHORT_REPR.repr(value)} ({_a(type(value).__name__)})"
         raise ArgumentError(f"{what} must be {in_words(hint)}; got {got}{unfit}") from None
 
 
@@ -210,7 +210,7 @@ def _type_decides(hint: Any) -> bool:
     """Whether all values of a type fit an annotation as they are, if one of them does."""
     if get_origin(hint) in (Union, UnionType):
         return all(map(_type_decides, get_args(hint)))
-    if get_origin(hint) is Callable or isinstance(hint, TypeVar) or hint in _PLAIN:
+    if get_origin(hint) is Callable or isinstance(hint, TypeVar) or hint in _PLAIN_TYPES:
         return True
     is_class = isinstance(hint, type) and get_origin(hint) is None
     return is_array(hint) or (is_class and not _is_protocol(hint) and not hasattr(hint, "from_row"))
@@ -238,8 +238,8 @@ def as_hint(value: Any, hint: Any) -> Any:
         return _require(value, is_list and not isinstance(value, _NO_LISTS))
     if origin in (*_LISTS, list, tuple):
         return _as_list(value, args[0], origin)
-    if hint in _PLAIN:
-        return _PLAIN[hint][0](value)
+    if hint in _PLAIN_TYPES:
+        return _PLAIN_TYPES[hint][0](value)
     if _is_protocol(hint):
         return _as_protocol(value, hint)
     if isinstance(value, Mapping | str) and hasattr(hint, "from_row"):
@@ -510,8 +510,8 @@ def in_words(hint: Any, several: bool = False) -> str:
         return f"pairs of {parts}" if several else f"a pair of {parts}"
     if origin in (*_LISTS, list, tuple):
         return f"{'lists' if several else 'a list'} of {in_words(args[0], True)}"
-    if hint in _PLAIN:
-        return _PLAIN[hint][2] if several else _PLAIN[hint][1]
+    if hint in _PLAIN_TYPES:
+        return _PLAIN_TYPES[hint][2] if several else _PLAIN_TYPES[hint][1]
     if is_array(hint):
         axes = getattr(hint, "dim_str", "")
         return f"{'tensors' if several else 'a tensor'}" + (f" ({axes})" if axes else "")
@@ -526,7 +526,7 @@ def _a(noun: str) -> str:
 
 
 # What makes a value one of these types, its noun, and the plural.
-_PLAIN: Mapping[Any, tuple[Callable[[Any], Any], str, str]] = {
+_PLAIN_TYPES: Mapping[Any, tuple[Callable[[Any], Any], str, str]] = {
     Any: (lambda value: value, "anything", "anything"),
     int: (_as_whole_number, "a whole number", "whole numbers"),
     float: (_as_number, "a number", "numbers"),

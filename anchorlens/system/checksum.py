@@ -15,11 +15,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-WIDTH = 4096
-_ROW = 4 * WIDTH  # bytes
+ROW_WIDTH = 4096
+_ROW = 4 * ROW_WIDTH  # bytes
 # Rows at a time: 16 MB for a thread or a GPU, and as few as a CPU's cache holds.
 _ROWS, _ROWS_CPU = 1024, 16
-_WEIGHTS = np.frombuffer(hashlib.shake_256(b"anchorlens").digest(8 * WIDTH), dtype="<i8") | 1
+_WEIGHTS = np.frombuffer(hashlib.shake_256(b"anchorlens").digest(8 * ROW_WIDTH), dtype="<i8") | 1
 
 
 def digest_of(named: Iterator[tuple[str, Tensor]]) -> str:
@@ -59,7 +59,7 @@ def _plain(tensor: Tensor) -> Iterator[Tensor]:
 
 
 def _sums(data: Tensor) -> np.ndarray:
-    words = data.view(torch.int32).view(-1, WIDTH)
+    words = data.view(torch.int32).view(-1, ROW_WIDTH)
     return _sums_on_cpu(words.numpy()) if words.device.type == "cpu" else _sums_on_device(words)
 
 

@@ -15,7 +15,7 @@ import torch
 
 # The files of a control group of Linux that say its limit and its use, by the name of the
 # controller in /proc/self/cgroup, which is empty in version 2.
-_FILES = {
+_LIMITS = {
     "": ("memory.max", "memory.current"),
     "memory": ("memory.limit_in_bytes", "memory.usage_in_bytes"),
 }
@@ -52,13 +52,13 @@ def _free_in_groups(
         lines = groups.read_text().splitlines()
     for line in lines:
         _, controller, path = line.split(":", 2)
-        if controller not in _FILES:
+        if controller not in _LIMITS:
             continue
         top = root / controller
         group = top / path.strip("/")
         for folder in (group, *(each for each in group.parents if each.is_relative_to(top))):
             with suppress(OSError, ValueError):  # the group is hidden, or its limit is "max"
-                limit, used = (int((folder / name).read_text()) for name in _FILES[controller])
+                limit, used = (int((folder / name).read_text()) for name in _LIMITS[controller])
                 stat = (folder / "memory.stat").read_text().splitlines()
                 # Files that count as used, and that the system gives up when memory is needed.
                 cached = dict(line.split() for line in stat).get("inactive_file", 0)

@@ -17,7 +17,7 @@ def hidden_warnings(
     message: str = "", category: type[Warning] = Warning, module: str = ""
 ) -> Iterator[None]:
     """Inside, no warning is seen, or none of those that these would select as a filter."""
-    with put_back(partial(_restore, _state())), warnings.catch_warnings():
+    with put_back(partial(_restore, _filters())), warnings.catch_warnings():
         warnings.filterwarnings("ignore", message, category, module)
         yield
 
@@ -25,7 +25,7 @@ def hidden_warnings(
 @safe_context
 def recorded_warnings() -> Iterator[list[warnings.WarningMessage]]:
     """Inside, warnings are added to the list that this gives, and nobody sees them."""
-    with put_back(partial(_restore, _state())), warnings.catch_warnings(record=True) as recorded:
+    with put_back(partial(_restore, _filters())), warnings.catch_warnings(record=True) as recorded:
         yield recorded
 
 
@@ -38,16 +38,16 @@ def warnings_kept() -> Iterator[None]:
 
 def warnings_as_found() -> Callable[[], None]:
     """A function that puts back which warnings are seen and how, if that is not as it is now."""
-    found = _state()
+    found = _filters()
 
     def restore() -> None:
-        if _state() != found:
+        if _filters() != found:
             _restore(found)
 
     return restore
 
 
-def _state() -> dict[str, Any]:
+def _filters() -> dict[str, Any]:
     # The last is private in Python, and what catch_warnings replaces to record;
     # tests/test_private_names.py verifies it.
     names = ("filters", "showwarning", "_showwarnmsg_impl")

@@ -19,7 +19,7 @@ from tqdm.auto import tqdm
 from ..printable import printable
 from .put_back import put_back, safe_context
 
-_SHORT = 20  # seconds that nobody plans with
+_SHORT_TIME = 20  # seconds that nobody plans with
 
 
 @dataclass(eq=False)
@@ -165,13 +165,13 @@ class Bar(tqdm):
         seconds = whole.elapsed + left
         share, rest = whole.elapsed / (seconds or 1), self.format_interval(left)
         self.set_postfix_str(f"all: {100 * share:.0f}%, {rest} left", refresh=False)
-        if not whole.is_told and seconds > _SHORT:
-            told = f"everything takes {in_words(seconds)}, as far as the first step tells"
+        if not whole.is_told and seconds > _SHORT_TIME:
+            told = f"everything takes {time_in_words(seconds)}, as far as the first step tells"
             self.write(told, file=sys.stderr)
         whole.is_told = True
 
 
-def in_words(seconds: int | float) -> str:
+def time_in_words(seconds: int | float) -> str:
     """A time in words, as exact as it is known.
 
     Examples:

@@ -9,7 +9,7 @@ import warnings
 
 from ..printable import printable
 
-_PACKAGE = __name__.partition(".")[0]
+_PACKAGE_NAME = __name__.partition(".")[0]
 
 
 def warn_user(message: str, category: type[Warning] = UserWarning) -> None:
@@ -19,7 +19,7 @@ def warn_user(message: str, category: type[Warning] = UserWarning) -> None:
         depth += 1
         module = frame.f_globals.get("__name__", "").partition(".")[0]
         # A context manager that decorates a function calls it from contextlib.
-        if module == _PACKAGE or (module == "contextlib" and depth == level):
+        if module == _PACKAGE_NAME or (module == "contextlib" and depth == level):
             level = depth + 1  # the caller of the outermost function of the package so far
         frame = frame.f_back
     warnings.warn(printable(message), category, stacklevel=level)

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from anchorlens import records
-from anchorlens.cli.summary import entries_of
+from anchorlens.cli.summary import entries_in
 from anchorlens.report.page import write_report
 from anchorlens.results.estimate import Estimate, in_digits
 from tests.support.made_up_records import made_up_record
@@ -195,7 +195,7 @@ def test_a_number_has_the_same_digits_in_every_view(size: float, tmp_path: Path)
     # Data has all digits.
     frame = record.to_frame().query("quantity == 'kl'")
     assert frame[["value", "low", "high"]].iloc[1].tolist() == [number, low, high]
-    assert entries_of(record)["kl"]["context 1"] == {
+    assert entries_in(record)["kl"]["context 1"] == {
         "value": float(number),
         "interval": [float(low), float(high)],
     }

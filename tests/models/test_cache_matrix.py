@@ -12,7 +12,7 @@ import anchorlens as al
 from anchorlens.contexts.compressed import compressed_contexts
 from anchorlens.errors import ModelError
 from anchorlens.metrics.question import no_hooks
-from anchorlens.models.kv_cache import entries_of, layers_of_entries
+from anchorlens.models.kv_cache import entries_of_cache, layers_of_entries
 from anchorlens.models.native_attention import is_native
 from anchorlens.passes.forward import run_pass
 from anchorlens.runs import way
@@ -82,9 +82,9 @@ def test_a_cache_gives_the_results_of_whole_prompts(
 @pytest.mark.slow("whole models")
 def test_layers_read_the_entries_that_the_configuration_says() -> None:
     model = hooked("Gemma 4 (shared)", torch.float32, "bridge")
-    assert [*entries_of(model)] == [0, 1, 2, 1, 2]
+    assert [*entries_of_cache(model)] == [0, 1, 2, 1, 2]
     assert layers_of_entries(model) == [0, 1, 2]
-    assert [*entries_of(hooked("Gemma 4", torch.float32, "bridge"))] == [0, 1, 2]
+    assert [*entries_of_cache(hooked("Gemma 4", torch.float32, "bridge"))] == [0, 1, 2]
 
 
 @pytest.mark.slow("whole models")
@@ -103,7 +103,7 @@ def check_sharing(model: Any, batch: al.PromptBatch, monkeypatch: pytest.MonkeyP
     skipped, in_whole = (
         each[-1].info["sites"]["last"]["skipped_layers"] for each in (shared, whole)
     )
-    if len(set(entries_of(model))) < model.cfg.n_layers:
+    if len(set(entries_of_cache(model))) < model.cfg.n_layers:
         assert skipped == "no start at layer 4, after which keys of layer 2 are read"
     else:
         assert skipped == model.cfg.n_layers - 1

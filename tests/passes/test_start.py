@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import anchorlens as al
-from anchorlens.passes.blocks import Blocks, Starts
+from anchorlens.passes.blocks import BlockRuns, Starts
 from anchorlens.passes.forward import run_pass
 from tests.support.measures import counted_layers, difference
 from tests.support.tiny_models import questions
@@ -62,7 +62,7 @@ def test_a_replaced_forward_of_another_library_is_restored(gpt2: Any) -> None:
     block = gpt2.blocks[0]
     replaced = vars(block)["forward"] = type(block).forward.__get__(block)
     try:
-        with Blocks(start=starts.found[1]).inside(gpt2):
+        with BlockRuns(start=starts.found[1]).inside(gpt2):
             assert vars(block)["forward"] is not replaced
         assert vars(block)["forward"] is replaced
     finally:

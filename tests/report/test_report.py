@@ -23,7 +23,7 @@ from anchorlens.errors import AnchorlensError, PromptError
 from anchorlens.report import prompt_flows
 from anchorlens.report.claims import Claim, Control, Verdict
 from anchorlens.report.forest import forest
-from anchorlens.report.prompt_flows import Found
+from anchorlens.report.prompt_flows import StrongestFlows
 from anchorlens.report.templates import as_json
 from anchorlens.results.estimate import Estimate, in_digits
 from tests.support.asked import ask
@@ -420,7 +420,7 @@ def test_a_prompt_needs_a_tokenizer_and_finite_saliency(byte_level: Any, hooked:
         model.tokenizer = tokenizer
     assert "".join(shown.tokens) == tokenizer.decode(batch.prompt(0).tokens[0])
     broken = torch.tensor([[0.0, 0.0], [torch.nan, 0.0]])
-    found = Found(count=3)
+    found = StrongestFlows(count=3)
     found.add(0, 0, broken)
     assert found.strongest() == ([], [], [], 0.0)
     with pytest.raises(ValueError, match="JSON"):

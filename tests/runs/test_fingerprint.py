@@ -61,7 +61,7 @@ def test_each_bit_changes_the_digest() -> None:
 @pytest.mark.parametrize("rows", [0, 1, 17, 1024, 1025, 3000])
 def test_the_function_for_gpus_gives_the_sums_of_a_cpu(rows: int) -> None:
     """The function for GPUs runs on a CPU here."""
-    words = torch.randint(-(2**31), 2**31 - 1, (rows, checksum.WIDTH), dtype=torch.int32)
+    words = torch.randint(-(2**31), 2**31 - 1, (rows, checksum.ROW_WIDTH), dtype=torch.int32)
     expected = [
         sum(int(word) * int(weight) for word, weight in zip(row, checksum._WEIGHTS, strict=True))
         for row in words[:: max(1, rows // 2)].tolist()

@@ -786,7 +786,7 @@ def test_settings_that_only_have_equal_words_are_other_settings(
 ) -> None:
     monkeypatch.setattr(identity, "identity", lambda model: {})
     first, second = (identity.fingerprint(gpt2, (), {"k": each}) for each in (one, other))
-    assert identity.in_words(one) == identity.in_words(other) and first.facts != second.facts
+    assert identity.as_words(one) == identity.as_words(other) and first.facts != second.facts
 
 
 def test_a_value_that_lacks_a_field_has_words() -> None:
@@ -795,7 +795,7 @@ def test_a_value_that_lacks_a_field_has_words() -> None:
         a: int
         b: int = field(init=False)
 
-    assert identity.in_words(Given(1)).endswith("Given(a=1)")
+    assert identity.as_words(Given(1)).endswith("Given(a=1)")
 
 
 @pytest.mark.parametrize("source", SAME.values(), ids=SAME)

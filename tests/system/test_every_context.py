@@ -32,7 +32,7 @@ from anchorlens.system.torch_state import own_random_state
 from tests.support.interrupting import at_every_moment
 from tests.support.unchanged import global_state
 
-LOGGERS = [logging.getLogger(name) for name in (*quiet_libraries._LIBRARIES, "datasets")]
+LOGGERS = [logging.getLogger(name) for name in (*quiet_libraries._NOISY, "datasets")]
 
 
 def state_of_python() -> dict[str, Any]:
