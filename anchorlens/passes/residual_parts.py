@@ -35,7 +35,7 @@ from ..models.twin import twin_of
 from ..prompts.batch import PromptBatch
 from .forward import run_pass
 
-_CURE = "al.head_effects and al.EdgeSweep take any attention"
+_CURE = "load it without compatibility mode; al.head_effects and al.EdgeSweep take any attention"
 _ADDED = ("hook_attn_out", "hook_mlp_out")  # what a layer adds to the residual stream
 _INPUTS = ("hidden_states", "query_input", "key_input", "value_input")
 

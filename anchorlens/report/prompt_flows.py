@@ -152,6 +152,57 @@ class PromptFlows(FlowPage):
         segments = self.segments if self.has_labels else [OTHER] * len(self.tokens)
         return flow_columns(sums, self.tokens, segments, names, title)
 
+    def graph(self) -> dict[str, Any]:
+        """The strongest flows between tokens as an attribution graph, for viewers of such graphs.
+
+        Those of circuit-tracer and Neuronpedia read this json. A node is a token before a layer
+        (``E`` before the first), or after the last. A link goes from a token to the later one that
+        reads it in a layer; its weight is the saliency in nats, of all heads together. What a token
+        carries on without attention has no link.
+
+        Examples:
+            >>> import json
+            >>> graph = al.plot_prompt(model, batch).graph()
+            >>> sorted(graph)
+            ['links', 'metadata', 'nodes', 'qParams']
+            >>> written = (folder / "graph.json").write_text(json.dumps(graph))
+        """
+        numbers = [*self.numbers] or [*range(len(self.layers))]
+        targets = [last for _, last, kind, _ in self.parts if kind == TARGET]
+        end, nodes = (numbers[-1] + 1, (targets or [len(self.tokens) - 1])[-1]), dict[Any, Any]()
+
+        def node(layer: int, position: int) -> str:
+            is_end, name = (layer, position) == end, str(layer) if layer else "E"
+            nodes[layer, position] = {
+                "node_id": (number := f"{name}_{position}_{position}"),
+                "jsNodeId": number,
+                "feature": position,
+                "layer": name,
+                "ctx_idx": position,
+                "reverse_ctx_idx": len(self.tokens) - 1 - position,
+                "feature_type": "logit" if is_end else "token" if layer else "embedding",
+                "is_target_logit": is_end,
+                "clerp": self.heading if is_end else self.tokens[position],
+            }
+            return number
+
+        for position in range(len(self.tokens)):
+            node(0, position)
+        node(*end)
+        links = [
+            {"source": node(layer, key), "target": node(layer + 1, query), "weight": size}
+            for layer, flows in zip(numbers, self.strongest, strict=True)
+            for key, query, size in zip(flows.keys, flows.queries, flows.sizes, strict=True)
+        ]
+        about = {"slug": "flows", "scan": self.source, "transcoder_list": [], "schema_version": 1}
+        chosen: dict[str, Any] = {"pinnedIds": [], "supernodes": [], "linkType": "both"}
+        return {
+            "metadata": {**about, "prompt": "".join(self.tokens), "prompt_tokens": [*self.tokens]},
+            "qParams": chosen | {"clickedId": "", "sg_pos": ""},
+            "nodes": [*nodes.values()],
+            "links": links,
+        }
+
     @property
     def has_labels(self) -> bool:
         """Whether the prompt has label words, which have colours of their own."""

@@ -40,7 +40,7 @@ def test_the_projection_equals_a_full_cosine_and_is_idempotent(
     gemma3: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """In parts of a large vocabulary, which is neither copied nor normalised."""
-    monkeypatch.setattr(hard_prompt_search, "_ROWS", 700)
+    monkeypatch.setattr(hard_prompt_search, "_TOKENS_AT_ONCE", 700)
     count = len(gemma3.W_E)
     generator = torch.Generator().manual_seed(0)
     allowed = torch.rand(count, generator=generator) < 0.5

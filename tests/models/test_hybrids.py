@@ -89,7 +89,7 @@ def test_the_command_that_checks_a_model_says_which_layers_have_attention(hybrid
 
 
 def test_parts_of_scores_need_what_each_layer_adds(hybrid: Any, batches: Any) -> None:
-    with pytest.raises(AnchorlensError, match=r"no hook point .*; al.head_effects and"):
+    with pytest.raises(AnchorlensError, match=r"no hook point .*; load it without .* al.EdgeSweep"):
         al.run(hybrid, batches, [al.ScoreParts(3)], **QUIET)
 
 

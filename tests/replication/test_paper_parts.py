@@ -103,7 +103,7 @@ FEW = [example for example in EXAMPLES if example.label] + OTHERS[:4]
         (EMOTIONS, {"parts": ()}, r"parts are different ones of figures, table 1, .*; got \[\]"),
         (EMOTIONS, {"parts": ["table 4"]}, r"parts are .*, other settings; got \['table 4'\]"),
         (EMOTIONS, {"parts": ["figures"] * 2}, "parts are different ones of"),
-        (EMOTIONS, {"depth": 3}, "layers must be numbers from 0 to 1"),
+        (EMOTIONS, {"depth": 3}, "depths are from 1 to 2 layers; got 3"),
         (EMOTIONS, {"draws": 0}, "draws must be"),
     ],
 )

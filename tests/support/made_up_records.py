@@ -27,7 +27,8 @@ def made_up_record(kind: type[al.Record], sizes: Mapping[str, int] = SIZES) -> a
             values[name] = counted % 3 if len(shape) > 1 else counted
     numbers = {name: value for name, value in values.items() if value.is_floating_point()}
     info: dict[str, Any] = {"model": "a model", "labels": [*"abcd"], "segments": [*"xyz"]}
-    info |= {key: [f"{axis} {k}" for k in range(3)] for axis, key in kind.names_in_info.items()}
+    of_axes = kind.names_in_info.items()
+    info |= {key: [f"{axis} {k}" for k in range(sizes.get(axis, 3))] for axis, key in of_axes}
     info |= {"flows": ["wp", "pq", "ww"]}
     if kind is al.records.AcrossModelsRecord:
         info["reasons"] = [[""] * 3] * 3
