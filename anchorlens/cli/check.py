@@ -74,7 +74,7 @@ def check(options: Check) -> None:
     output.document({"model": model, **everything})
     if all(reasons):
         raise ModelError(f"no analysis works on {model}: {'; '.join(dict.fromkeys(reasons))}")
-    output.last_lines([command_of("run", "--model", model, "--task", "sentiment")])
+    output.last_line(command_of("run", "--model", model, "--task", "sentiment"))
 
 
 def known(model: Any) -> dict[str, Any]:

@@ -48,12 +48,11 @@ class Output:
         if self.as_json:
             say(json.dumps(_finite(values), indent=1, default=str))
 
-    def last_lines(
-        self, after: Iterable[str], report: object = "", what: str = "open it in a browser"
+    def last_line(
+        self, after: str, report: object = "", what: str = "open it in a browser"
     ) -> None:
         """Print where the results are, and what to try next."""
-        text = f"report: {report} ({what})\n" * bool(report)
-        text += "\n".join(f"Next: {each}" for each in after)
+        text = f"report: {report} ({what})\n" * bool(report) + f"Next: {after}"
         if self.as_json:
             self.note(text)
         else:

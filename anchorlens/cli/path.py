@@ -107,7 +107,7 @@ def answered(command: str, understand: Callable[[Any], Asked], options: Any) -> 
         for each in found
     ]
     output.document({"model": options.model, "tasks": tasks, "report": report})
-    output.last_lines(dict.fromkeys(each.answer.next for each in found), report)
+    output.last_line(found[0].answer.next, report)
     if failed is not None:
         raise failed
 
