@@ -164,7 +164,8 @@ class ScoreParts(Question):
         heads: Its heads; by default all.
         queries: Which token looks: one position of each prompt.
         keys: At what: as many positions in each prompt, at least two. By default label words.
-        by: ``"layer"``: parts are the attention and the MLP of each layer. ``"head"``: each head.
+        by: ``"layer"``: parts are the attention and the MLP of each layer. ``"head"``: each head
+            and the bias, where these sum to what the attention adds (not in BitNet and Granite).
         name: Key of the result.
 
     The record has parts by name, in ``info`` as well. Keys that a head cannot see do not count.
@@ -258,10 +259,8 @@ def scores_of_parts(parts: ResidualParts) -> dict[str, Tensor]:
     score = at_key.sum(-1)
     # 1 at the highest score, and what takes the mean of the others away.
     highest = torch.nn.functional.one_hot(score.nan_to_num(-torch.inf).argmax(-1), score.shape[-1])
-    others = ~unseen[..., 0] & (highest == 0)
-    weight = highest - others.double() / others.sum(
-        -1, keepdim=True
-    )  # NaN where only one key is seen
+    others = (~unseen[..., 0] & (highest == 0)).double()
+    weight = highest - others / others.sum(-1, keepdim=True)  # NaN where one key alone is seen
 
     def contrast(values: Tensor) -> Float[Tensor, "batch head part"]:
         return (weight[..., None] * values.nan_to_num()).sum(2)

@@ -97,19 +97,15 @@ def residual_parts(
 ) -> ResidualParts:
     """The parts of queries and keys in one pass of whole prompts."""
     # A HookedTransformer counts columns, so that its attention gets all of them.
-    columns, ours = (
-        torch.arange(batch.tokens.shape[1], device="cpu").expand(len(batch), -1),
-        (queries, keys),
-    )
+    columns = torch.arange(batch.tokens.shape[1], device="cpu").expand(len(batch), -1)
+    ours = queries, keys
     if is_bridge(model):
         columns = torch.cat(ours, dim=1)
         places = torch.arange(columns.shape[1], device="cpu").expand(len(batch), -1)
         ours = places[:, : queries.shape[1]], places[:, queries.shape[1] :]
     call = _Call(columns, devices_of_layers(model)[layer])
-    rows, chosen = (
-        torch.arange(len(batch), device="cpu")[:, None, None],
-        torch.tensor(heads, device="cpu")[:, None],
-    )
+    rows = torch.arange(len(batch), device="cpu")[:, None, None]
+    chosen = torch.tensor(heads, device="cpu")[:, None]
     seen, patterns, norms = dict[str, Tensor](), list[Tensor](), FrozenNorms(model)
     points = [f"blocks.{n}.{each}" for n in range(layer) for each in _ADDED]
     resid_pre = before_block(layer)
@@ -180,9 +176,13 @@ def _parts_of_residual(
     layers, parts = [0], [seen[before_block(0)]]
     for n in range(layer):
         attn_out, mlp_out = (seen[f"blocks.{n}.{each}"] for each in _ADDED)
-        heads = _of_heads(model, n, seen[z_name(n)], norms.found.get(n), call) if norms else []
-        parts += [*heads, attn_out - sum(heads), mlp_out]
-        layers += [2 * n + 1] * (len(heads) + 1) + [2 * n + 2]
+        attention = [attn_out]
+        if norms is not None:
+            attention = _of_heads(model, n, seen[z_name(n)], norms.found.get(n), call)
+            # What is left over would hide heads that are wrong, so that nothing may be.
+            _require_sum(torch.stack(attention).sum(0), attn_out, f"the attention of layer {n}")
+        parts += [*attention, mlp_out]
+        layers += [2 * n + 1] * len(attention) + [2 * n + 2]
     _require_sum(
         torch.stack(parts).sum(0), seen[before_block(layer)], "what the layers before it add"
     )
@@ -192,14 +192,18 @@ def _parts_of_residual(
 def _of_heads(
     model: Any, layer: int, z: Tensor, norm: LinearNorm | None, call: _Call
 ) -> list[Float[Tensor, "batch column d_model"]]:
-    """What each head of a layer adds; a norm that follows has the divisors of the pass."""
+    """What each head of a layer adds, then the bias; a norm after has the divisors of the pass."""
     attention = model.blocks[layer].attn
-    output = attention.W_O.detach().to(z)
+    output, bias = attention.W_O.detach().to(z), getattr(attention, "b_O", None)
     added = torch.einsum("bphd,hdm->hbpm", separate_heads(z, model.cfg.n_heads), output)
+    of_none = (
+        torch.zeros_like(added[0]) if bias is None else bias.detach().to(z).expand_as(added[0])
+    )
     if norm is None:
-        return [*added]
+        return [*added, of_none]
     held = norm._replace(factors=call.at(norm.factors))
-    return [held.without_bias(each).to(z.dtype) for each in added]
+    *heads, of_none = (held.without_bias(each).to(z.dtype) for each in (*added, of_none))
+    return [*heads, of_none + held.bias.to(z)]
 
 
 def _linear_operands(

@@ -130,6 +130,7 @@ NO_PARTS = {
     **{"Toy": OF_LENS, "Toy (one layer)": OF_LENS, "Toy (soft caps)": OF_LENS},
     "Toy (grouped keys)": OF_LENS,
 }
+NO_HEADS = ("BitNet", "Granite")  # a norm over all heads before W_O; a factor after it
 
 
 @pytest.mark.parametrize(("name", "kind"), cases("bridge", every_kind=("Llama", "Gemma 3")))
@@ -138,15 +139,18 @@ def test_parts_of_scores_sum_to_the_attention(name: str, kind: str) -> None:
     layer, target = model.cfg.n_layers - 1, batch.target_positions
     queries, keys = target[:, None], target[:, None] - torch.arange(3)
 
-    def parts() -> Any:
+    def parts(by_head: bool) -> Any:
         with frozen_in_eval_mode(model):
-            return residual_parts(model, batch, layer, [0, 1], queries, keys, by_head=True)
+            return residual_parts(model, batch, layer, [0, 1], queries, keys, by_head=by_head)
 
     if name in NO_PARTS:
         with pytest.raises(ModelError, match=NO_PARTS[name]):
-            parts()
+            parts(by_head=True)
         return
-    found = parts()
+    if name in NO_HEADS:
+        with pytest.raises(ModelError, match="the attention of layer 0 and the sum of the parts"):
+            parts(by_head=True)
+    found = parts(by_head=name not in NO_HEADS)
     scores = found.queries.sum(0).double() @ found.keys.sum(0).double().mT
     cap = model.cfg.attn_scores_soft_cap or 0
     capped = cap * (scores / cap).tanh() if cap > 0 else scores
