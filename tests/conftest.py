@@ -166,10 +166,10 @@ def is_due(item: pytest.Item, row: str) -> bool:
 @cache
 def rows() -> dict[str, bool]:
     """Each architecture, and whether it is its turn."""
-    from tests.references.architectures import ALL
+    from tests.references.architectures import BY_NAME
 
     turn = int(_git("rev-list", "--count", "HEAD") or 0) % 4
-    return {row.name: row.name in COMMON or number % 4 == turn for number, row in enumerate(ALL)}
+    return {name: name in COMMON or number % 4 == turn for number, name in enumerate(BY_NAME)}
 
 
 @cache
