@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 
     # hooks that cut, scale or replace
     from .hooks import Site as Site
-    from .experiments import sites as sites
+    from .questions import sites as sites
     from .hooks import isolate_labels as isolate_labels
     from .hooks import block_edges as block_edges
     from .hooks import scale_edges as scale_edges
@@ -66,15 +66,15 @@ if TYPE_CHECKING:
     from .metrics import weights as weights
 
     # what further passes answer
-    from .experiments.mean_loss import Loss as Loss
-    from .experiments.edge_sweep import EdgeSweep as EdgeSweep
-    from .experiments.integrated_flows import IntegratedFlows as IntegratedFlows
-    from .experiments.faithfulness import Faithfulness as Faithfulness
-    from .experiments.score_parts import ScoreParts as ScoreParts
-    from .experiments.prefix_effect import PrefixEffect as PrefixEffect
-    from .experiments.context_comparison import ContextComparison as ContextComparison
-    from .experiments import removal as removal
-    from .experiments import subsets as subsets
+    from .questions.mean_loss import Loss as Loss
+    from .questions.edge_sweep import EdgeSweep as EdgeSweep
+    from .questions.integrated_flows import IntegratedFlows as IntegratedFlows
+    from .questions.faithfulness import Faithfulness as Faithfulness
+    from .questions.score_parts import ScoreParts as ScoreParts
+    from .questions.prefix_effect import PrefixEffect as PrefixEffect
+    from .questions.context_comparison import ContextComparison as ContextComparison
+    from .ablation import removal as removal
+    from .ablation import subsets as subsets
 
     # metrics and questions of your own
     from .metrics.metric import Metric as Metric

@@ -5,18 +5,11 @@ from typing import TYPE_CHECKING
 from .system.package import imported_at_first_use
 
 if TYPE_CHECKING:
-    from .experiments.context_comparison import ContextsRecord as ContextsRecord
     from .experiments.diagnosis import DiagnosisRecord as DiagnosisRecord
-    from .experiments.edge_sweep import EdgeSweepRecord as EdgeSweepRecord
-    from .experiments.faithfulness import FaithfulnessRecord as FaithfulnessRecord
     from .experiments.generation import GenerationTrace as GenerationTrace
     from .experiments.head_effects import HeadEffectsRecord as HeadEffectsRecord
-    from .experiments.integrated_flows import IntegratedFlowsRecord as IntegratedFlowsRecord
     from .experiments.label_dependence import LabelDependenceRecord as LabelDependenceRecord
-    from .experiments.mean_loss import LossRecord as LossRecord
-    from .experiments.prefix_effect import PrefixEffectRecord as PrefixEffectRecord
     from .experiments.retrieval_heads import RetrievalHeadsRecord as RetrievalHeadsRecord
-    from .experiments.score_parts import ScorePartsRecord as ScorePartsRecord
     from .experiments.step_flows import StepFlowsRecord as StepFlowsRecord
     from .experiments.task_vectors import TaskVectorsRecord as TaskVectorsRecord
     from .metrics.accuracy import AccuracyComparisonRecord as AccuracyComparisonRecord
@@ -29,6 +22,13 @@ if TYPE_CHECKING:
     from .metrics.segment_attention import SegmentAttentionRecord as SegmentAttentionRecord
     from .metrics.segment_flows import SegmentFlowsRecord as SegmentFlowsRecord
     from .metrics.segment_rollout import SegmentRolloutRecord as SegmentRolloutRecord
+    from .questions.context_comparison import ContextsRecord as ContextsRecord
+    from .questions.edge_sweep import EdgeSweepRecord as EdgeSweepRecord
+    from .questions.faithfulness import FaithfulnessRecord as FaithfulnessRecord
+    from .questions.integrated_flows import IntegratedFlowsRecord as IntegratedFlowsRecord
+    from .questions.mean_loss import LossRecord as LossRecord
+    from .questions.prefix_effect import PrefixEffectRecord as PrefixEffectRecord
+    from .questions.score_parts import ScorePartsRecord as ScorePartsRecord
     from .replication.models_compared import AcrossModelsRecord as AcrossModelsRecord
     from .report.answer_flows import AnswerFlows as AnswerFlows
     from .report.claims import Claim as Claim

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import anchorlens as al
-from anchorlens.experiments.faithfulness import default_scores
+from anchorlens.questions.faithfulness import default_scores
 
 COUNT, WORDS = 5, 9  # documents of a prompt, and words of each
 TOPS, DRAWS = (4, 8, 16), 5  # heads that are masked, and draws of as many random heads

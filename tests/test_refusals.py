@@ -20,10 +20,10 @@ from anchorlens.contexts import hard_prompts, selection
 from anchorlens.contexts.selection import by_score
 from anchorlens.contexts.stored import key_values_at_start
 from anchorlens.errors import AnchorlensError, DataError, HookError, MetricError, PromptError
-from anchorlens.experiments import edge_sweep
 from anchorlens.passes.forward import run_pass
 from anchorlens.prompts.prompt_html import token_spans
 from anchorlens.prompts.segment_names import OTHER
+from anchorlens.questions import edge_sweep
 from tests.support.asked import ask, scored
 from tests.support.measures import does_not_run
 from tests.support.tiny_models import LONG_LABELS, questions, raw_model, tiny_gpt2, tiny_llama

@@ -21,11 +21,11 @@ import anchorlens as al
 from anchorlens.errors import StoreError
 from anchorlens.runs import way
 from anchorlens.system import row_pieces
+from tests.ablation.test_likelihood import written
 from tests.experiments import test_head_effects, test_retrieval_heads
-from tests.experiments.test_ablation import written
-from tests.experiments.test_edge_sweep import forerunners_read
-from tests.experiments.test_faithfulness import weights_of
-from tests.experiments.test_questions import Moved
+from tests.questions.test_edge_sweep import forerunners_read
+from tests.questions.test_faithfulness import weights_of
+from tests.questions.test_questions import Moved
 from tests.references import plain
 from tests.runs.test_hooks_on_edges import CUTS, OTHERS, Change, by_length, longer_queries
 from tests.support.asked import scored

@@ -4,12 +4,12 @@ import re
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from pathlib import Path
-from statistics import fmean
 from tempfile import TemporaryFile
 from typing import Any
 
 from ..errors import AnchorlensError, StoreError
 from ..experiments.analysis import analyse, costs_of
+from ..experiments.random_weights import count_tokens
 from ..passes.memory import is_out_of_memory
 from ..prompts.batch import PromptBatch
 from ..report.prompt_flows import PromptFlows, plot_prompt
@@ -115,9 +115,8 @@ def steps_of(
     """What each task and its figures cost, in tokens."""
     costs = dict[str, int | float]()
     for name, of_task in batches.items():
-        length = fmean(float(batch.attention_mask.sum(1).double().mean()) for batch in of_task)
-        costs[name] = length * sum(costs_of(model, of_task, **options.of_analysis).values())
-        costs[f"{name}, figures"] = length * PICTURES
+        costs[name] = sum(costs_of(model, of_task, **options.of_analysis).values())
+        costs[f"{name}, figures"] = PICTURES * count_tokens(of_task) / sum(map(len, of_task))
     return costs
 
 

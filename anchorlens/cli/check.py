@@ -9,8 +9,6 @@ import torch
 
 from ..contexts.compressed import compress
 from ..errors import AnchorlensError, ModelError
-from ..experiments.edge_sweep import EdgeSweep
-from ..experiments.sites import first_and_last
 from ..metrics.aucroc import AttentionAUCROC
 from ..metrics.distances import AnchorDistances
 from ..metrics.metric import Metric
@@ -30,6 +28,8 @@ from ..prompts.batch import PromptBatch
 from ..prompts.build import build_prompts
 from ..prompts.examples import load_examples, sample_demonstrations, sample_queries
 from ..prompts.tasks import TASKS
+from ..questions.edge_sweep import EdgeSweep
+from ..questions.sites import first_and_last
 from ..results.text_tables import Section
 from ..runs.run import run
 from ..system.hidden_warnings import hidden_warnings

@@ -4,7 +4,6 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from time import perf_counter
 from typing import Any
 
 from ..contexts.compressed import compress
@@ -18,13 +17,13 @@ from ..contexts.selection import SCORE_NAMES, by_score, everything, random_and_f
 from ..contexts.soft_prompt import train_soft_prompt
 from ..contexts.training import Training, TrainingRecord
 from ..errors import DataError, ModelError, PromptError
-from ..experiments.context_comparison import ContextComparison, MakeContext
 from ..models.hooked import HookedModel
 from ..prompts.batch import PromptBatch
 from ..prompts.demonstration_sets import Draw, Examples, refuse_rare_classes
 from ..prompts.examples import sample_demonstrations, sample_queries
 from ..prompts.tasks import Task
-from ..system.steps import step, time_in_words
+from ..questions.context_comparison import ContextComparison, MakeContext
+from ..system.steps import step
 from .options import Contexts
 
 TRAINED = ("soft prompt", "hard prompt", "prefix", "prefix from anchors")
@@ -86,25 +85,16 @@ def check_other_tokens(batch: PromptBatch) -> None:
         raise PromptError(f"--other-tokens needs longer demonstrations: {error}") from error
 
 
-def steps_of_parts(
-    model: HookedModel, prompts: Prompts, options: Contexts
-) -> dict[str, int | float]:
-    """How many steps of a training take as long as each part of the command.
-
-    A few steps are timed, for a note on the time that all take.
-    """
+def steps_of_parts(prompts: Prompts, options: Contexts) -> dict[str, int | float]:
+    """How many steps of a training take as long as each part of the command."""
     held_out, queries = len(prompts["held out"]), len(prompts["queries"])
     checks = (options.steps // 25 + 2) * held_out / 3  # a pass back takes twice one forward
-    steps = {
+    return {
         **dict.fromkeys(TRAINED, options.steps + checks),
         FACTORS: options.steps / options.batch_size,
         COMPARED: 6.0 * (queries + 5),
         **({OTHER_TOKENS: 6.0 * queries} if options.other_tokens else {}),
     }
-    lower = f"; --steps {max(1, options.steps // 4)} takes about a quarter"
-    everything = time_in_words(_seconds_of_a_step(model, prompts, options) * sum(steps.values()))
-    options.output.note(f"this takes {everything}{lower * (options.steps > 20)}")
-    return steps
 
 
 def training_of(name: str, options: Contexts, folder: Path) -> Training:
@@ -115,21 +105,6 @@ def training_of(name: str, options: Contexts, folder: Path) -> Training:
         folder=folder / name.replace(" ", "_"),
         progress=not options.quiet,
     )
-
-
-def _seconds_of_a_step(model: HookedModel, prompts: Prompts, options: Contexts) -> float:
-    """The time of a step of the training of a soft prompt; 0 where there can be none."""
-    batches, held_out = prompts["training"][:1], prompts["held out"][:1]
-
-    def seconds(steps: int) -> float:
-        started, how = perf_counter(), Training(steps=steps, progress=False)
-        train_soft_prompt(model, batches, how, held_out=held_out, length=options.length)
-        return perf_counter() - started
-
-    try:
-        return max(0.0, seconds(2) - seconds(0)) / 2.3  # two steps and a check
-    except (ModelError, PromptError):
-        return 0.0
 
 
 def reweighted(

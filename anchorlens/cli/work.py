@@ -7,10 +7,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from ..ablation import removal
 from ..errors import ModelError, PromptError, RunError
-from ..experiments import faithfulness as scores
-from ..experiments import removal
-from ..experiments.context_comparison import ContextComparison
 from ..experiments.generation import written_tokens
 from ..metrics.accuracy import Accuracy
 from ..metrics.question import Question
@@ -20,6 +18,8 @@ from ..prompts.demonstration_sets import Draw, draws_of
 from ..prompts.documents import ANSWER, QUESTION, Pieces
 from ..prompts.examples import Example
 from ..prompts.sampled import prompts_of_draws
+from ..questions import faithfulness as scores
+from ..questions.context_comparison import ContextComparison
 from ..replication.beside_published import paper_sections
 from ..replication.models_compared import TITLE, across_models
 from ..replication.paper import APPENDIX, MAIN, TRAINING, drawn_of
@@ -217,7 +217,7 @@ def contexts(options: Contexts) -> Asked:
 
     def ask(model: Any, batches: Prompts, options: Contexts, chosen: Tasks) -> Iterator[Found]:
         rows = options.out / task / "rows"
-        with planned(steps_of_parts(model, batches, options)):
+        with planned(steps_of_parts(batches, options)):
             trained = trained_contexts(model, batches, options, rows)
             factors = reweighted(model, batches, options, rows)
             compared = {**untrained_contexts(options.draws), "re-weighted": factors, **trained}

@@ -20,6 +20,8 @@ from ..metrics.question import Question
 from ..metrics.saliency_flows import SaliencyFlows
 from ..models.hooked import HookedModel, attention_layers
 from ..prompts.batch import PromptBatch
+from ..questions.edge_sweep import EdgeSweep
+from ..questions.sites import first_and_last
 from ..results.record import Record
 from ..results.results import Results
 from ..runs.checks import possible
@@ -29,9 +31,7 @@ from ..system.arguments import checked
 from ..system.processes import fails_together, is_main
 from ..system.steps import planned, step
 from ..system.warn import warn_user
-from .edge_sweep import EdgeSweep
-from .random_weights import random_steps, with_random_models
-from .sites import first_and_last
+from .random_weights import count_tokens, random_steps, with_random_models
 
 METRICS: tuple[Metric, ...] = (SaliencyFlows(), AttentionAUCROC(), AnchorDistances())
 MODEL, ISOLATION = "the model", "isolation"  # the first and the last step
@@ -125,8 +125,8 @@ def costs_of(
     draws: int,
     random_weights: bool | None,
 ) -> dict[str, int | float]:
-    """What each step of ``analyse`` costs, in prompts of the first one."""
-    count, runs = sum(map(len, batches)), len(both_ends(model, batches, depth)) * (1 + draws)
+    """What each step of ``analyse`` costs, in tokens of the first one."""
+    count, runs = count_tokens(batches), len(both_ends(model, batches, depth)) * (1 + draws)
     drawn = random_steps(model, batches, random_weights)
     return {MODEL: count, **drawn, ISOLATION: count * (ONE_RUN + ONE_ISOLATED * runs)}
 

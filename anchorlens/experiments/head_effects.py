@@ -17,6 +17,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from ..ablation.likelihood import log_odds_of
 from ..errors import MetricError
 from ..hooks import Site, replace_heads
 from ..metrics.predictions import require_gold
@@ -43,7 +44,6 @@ from ..runs.run import run
 from ..runs.study import checked_batches
 from ..system.arguments import check_counts, checked
 from ..system.processes import fails_together
-from .ablation import log_odds_of
 from .mean_states import mean_states, warn_of_same_queries
 
 

@@ -34,7 +34,7 @@ from ..system.warn import warn_user
 
 SEEDS = (0, 1, 2)
 PROMPTS = 12  # as many as anchor distances need
-DRAWING = 24  # prompts that take as long as drawing weights does
+DRAWING = 600  # tokens, in a run of the metrics, that take as long as drawing weights does
 MOST_PARAMETERS = 300_000_000  # a second model of so many takes 1.2 GB in float32
 
 
@@ -89,10 +89,14 @@ def with_random_models(
 def random_steps(
     model: HookedModel, batches: Sequence[PromptBatch], asked: bool | None
 ) -> dict[str, int | float]:
-    """The step of each random model, and what it costs in prompts of the model itself."""
+    """The step of each random model, and what it costs in tokens of the model itself."""
     if asked is False or _why_not(model, asked is True):
         return {}
-    return dict.fromkeys(map(_name, SEEDS), DRAWING + sum(map(len, _few(batches))))
+    return dict.fromkeys(map(_name, SEEDS), DRAWING + count_tokens(_few(batches)))
+
+
+def count_tokens(batches: Sequence[PromptBatch]) -> int:
+    return sum(int(batch.attention_mask.sum()) for batch in batches)
 
 
 def _name(seed: int) -> str:

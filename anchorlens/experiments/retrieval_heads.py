@@ -26,6 +26,8 @@ from ..models.hooked import HookedModel
 from ..prompts import edges
 from ..prompts.batch import PromptBatch
 from ..prompts.edge_set import EdgeSet
+from ..questions.edge_sweep import EdgeSweep
+from ..questions.sites import random_heads
 from ..results import figures
 from ..results.kinds import mean, share
 from ..results.record import Record
@@ -34,8 +36,6 @@ from ..runs.run import run
 from ..runs.study import Study, checked_batches, order_of_queries
 from ..system.arguments import check_counts, checked
 from ..system.processes import fails_together
-from .edge_sweep import EdgeSweep
-from .sites import random_heads
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)

@@ -84,17 +84,12 @@ def saliency(
         if not maps[layer].isfinite().all():
             raise not_finite(weight, bool(gradient.isfinite().all()))
 
-    right = one_batch(batch).padded_right()  # as `run` does
+    check_prompts(batch)
+    right = batch.padded_right()  # as `run` does
     observe_products(model, right, store, loss=loss, gradient_checkpointing=gradient_checkpointing)
     stacked = torch.stack([maps[layer] for layer in sorted(maps)], dim=1)
     stacked = stacked if right is batch else _in_columns_of(batch, stacked)
     return in_all_layers(stacked, attention_layers(model), model.cfg.n_layers, axis=1)
-
-
-def one_batch(batch: PromptBatch) -> PromptBatch:
-    """The batch; a PromptError if a position in it is invalid."""
-    check_prompts(batch)
-    return batch
 
 
 def observe_products(

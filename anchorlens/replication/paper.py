@@ -27,10 +27,7 @@ from ..contexts.selection import everything, label_words
 from ..contexts.training import Training
 from ..errors import AnchorlensError, DataError, HookError, PromptError, RunError, StoreError
 from ..experiments.analysis import analyse, depth_of
-from ..experiments.context_comparison import ContextComparison
 from ..experiments.diagnosis import diagnose
-from ..experiments.edge_sweep import EdgeSweep
-from ..experiments.sites import first_and_last
 from ..hooks import reweight_anchors
 from ..metrics.accuracy import Accuracy, compare_accuracies
 from ..metrics.distances import AnchorDistances
@@ -42,6 +39,9 @@ from ..prompts.build import build_prompts, text_anchor_prompts
 from ..prompts.demonstration_sets import demonstrations_by_query, task_of_name
 from ..prompts.examples import Example, sample_demonstrations, sample_queries
 from ..prompts.tasks import Task
+from ..questions.context_comparison import ContextComparison
+from ..questions.edge_sweep import EdgeSweep
+from ..questions.sites import first_and_last
 from ..results.population import check_resamples
 from ..results.record import Record
 from ..results.results import Results

@@ -12,12 +12,12 @@ from scipy.special import stdtrit
 from torch import Tensor
 
 from ..experiments.diagnosis import class_orders, permutation_test
-from ..experiments.edge_sweep import EdgeSweepRecord
 from ..metrics.accuracy import AccuracyRecord
 from ..metrics.aucroc import AttentionAUCROCRecord
 from ..metrics.distances import AnchorDistancesRecord
 from ..metrics.saliency_flows import PAPER_FLOWS, SaliencyFlowsRecord
 from ..printable import printable
+from ..questions.edge_sweep import EdgeSweepRecord
 from ..results.depth import with_pattern
 from ..results.estimate import Estimate, in_digits
 from ..results.html_tables import table

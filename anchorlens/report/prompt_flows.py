@@ -19,7 +19,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from ..errors import AnchorlensError
-from ..experiments.saliency import observe_products, one_batch
+from ..experiments.saliency import observe_products
 from ..metrics.edge_sums import row_pieces
 from ..metrics.predictions import predicted_class
 from ..models.hooked import (
@@ -34,7 +34,7 @@ from ..passes.forward import run_pass
 from ..passes.fused_attention import UseRows, run_fused
 from ..passes.loss_checks import check_loss
 from ..passes.losses import LossOfBatch, WordCrossEntropy, label_cross_entropy
-from ..prompts.batch import PromptBatch, segments_to_show
+from ..prompts.batch import PromptBatch, check_prompts, segments_to_show
 from ..prompts.segment_names import LABEL, OTHER, QUERY, SEGMENTS, TARGET, TEXT, of_task
 from ..prompts.token_texts import token_texts
 from ..results.depth import shallow_and_deep
@@ -277,7 +277,8 @@ def plot_prompt(
         >>> flows.save(folder / "prompt.html").name
         'prompt.html'
     """
-    alone = one_batch(batch).prompt(prompt)
+    check_prompts(batch)
+    alone = batch.prompt(prompt)
     tokenizer = getattr(model, "tokenizer", None) if tokenizer is None else tokenizer
     tokens = token_texts(tokenizer, alone.tokens[0].tolist())
     ensure_prepared(model)

@@ -3,7 +3,8 @@
 1. ``planned`` names the steps and what each costs beside the others; a step may be planned, too.
 2. ``step`` begins one of them. A ``Bar`` that is made inside has its name.
 3. With each update the bar says how much of all work is done and how long the rest takes: as long
-   for each unit of cost as what has run so far.
+   for each unit of cost as what has run so far. What a step does before its first bar, such as
+   comparisons of a new model, happens once and says nothing of the other steps.
 """
 
 import sys
@@ -20,6 +21,7 @@ from ..printable import printable
 from .put_back import put_back, safe_context
 
 _SHORT_TIME = 20  # seconds that nobody plans with
+_NEAR = 1.5  # an estimate within this factor of what was said is not said again
 
 
 @dataclass(eq=False)
@@ -33,8 +35,9 @@ class Step:
         inner: The steps in it, in order.
         bar: The last bar in it.
         began: When it began; None before.
+        before_bars: Seconds of it before its first bar.
         seconds: How long it took; None before its end.
-        is_told: Whether its whole time was said.
+        told: The seconds of all of it that were said last; None before.
     """
 
     name: str
@@ -43,8 +46,9 @@ class Step:
     inner: list["Step"] = field(default_factory=list)
     bar: "Bar | None" = None
     began: float | None = None
+    before_bars: float = 0.0
     seconds: float | None = None
-    is_told: bool = False
+    told: float | None = None
 
     @property
     def elapsed(self) -> float:
@@ -61,6 +65,13 @@ class Step:
         if self.bar is None:
             return 1.0 if self.began is None else 0.0
         return 1 - self.bar.initial / self.bar.total if self.bar.total else 1.0
+
+    @property
+    def worked(self) -> float:
+        """Seconds of it so far, without those of what happens once."""
+        if self.inner:
+            return sum(each.worked for each in self.inner)
+        return self.elapsed - self.before_bars
 
     def left(self) -> float | None:
         """Seconds to its end; None if nothing tells them."""
@@ -84,7 +95,7 @@ class Step:
         for each in self.inner:
             left = each.left() if each.began is not None else None
             if left is not None and each.computed:
-                seconds, cost = seconds + each.elapsed + left, cost + each.cost * each.computed
+                seconds, cost = seconds + each.worked + left, cost + each.cost * each.computed
         return seconds / cost if cost else None
 
     def path(self) -> list["Step"]:
@@ -140,9 +151,11 @@ class Bar(tqdm):
         step = None if options.get("disable") else _running.get()
         self.step = step if step is not None and not step.inner else None
         if self.step is not None:
+            if self.step.bar is None:
+                self.step.before_bars = self.step.elapsed
             self.step.bar, title = self, self.step.title()
         super().__init__(desc=printable(title), **options)
-        self.begun = perf_counter()
+        self.begun, self.has_told = perf_counter(), False
 
     def left(self) -> float | None:
         """Seconds to its end; None before its first update, or without a total."""
@@ -165,20 +178,18 @@ class Bar(tqdm):
         seconds = whole.elapsed + left
         share, rest = whole.elapsed / (seconds or 1), self.format_interval(left)
         self.set_postfix_str(f"all: {100 * share:.0f}%, {rest} left", refresh=False)
-        if not whole.is_told and seconds > _SHORT_TIME:
-            told = f"everything takes {time_in_words(seconds)}, as far as the first step tells"
-            self.write(told, file=sys.stderr)
-        whole.is_told = True
+        told, is_first = whole.told, not self.has_told
+        is_near = seconds <= _SHORT_TIME if told is None else 1 < _NEAR * seconds / told < _NEAR**2
+        if is_first and not is_near:
+            known = "the first step tells" if told is None else "this step tells"
+            words = f"everything takes {time_in_words(seconds)}, as far as {known}"
+            self.write(words, file=sys.stderr)
+            whole.told = seconds
+        self.has_told = True
 
 
 def time_in_words(seconds: int | float) -> str:
-    """A time in words, as exact as it is known.
-
-    Examples:
-        >>> from anchorlens.system.steps import in_words
-        >>> in_words(43), in_words(200), in_words(9000)
-        ('about 40 seconds', 'about 3 minutes', 'about 2.5 hours')
-    """
+    """A time in words, as exact as it is known: "about 40 seconds", "about 2.5 hours"."""
     if seconds < 90:
         return f"about {max(10, 10 * round(seconds / 10))} seconds"
     minutes = seconds / 60

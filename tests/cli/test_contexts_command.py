@@ -1,7 +1,6 @@
 """`anchorlens contexts` trains contexts, compares them, and writes results and a report."""
 
 import json
-import re
 from dataclasses import replace
 from html import escape
 from pathlib import Path
@@ -44,7 +43,6 @@ def test_contexts_are_trained_compared_and_reported(
     names = ["none", "demonstrations", "anchors only", "random words, draw 0", "re-weighted"]
     assert list(record.info["contexts"]) == [*names, "soft prompt", "hard prompt", "prefix"]
     assert "no prefix from anchors: positions cannot be rebased" in printed.err
-    assert re.search(r"this takes about \d+ (seconds|minutes)\n", printed.err)
     assert "factors of the label words (5 of 7): 100%|" in printed.err
     (printed_values,) = json.loads(printed.out)["tasks"]
     values = printed_values["contexts"]

@@ -74,7 +74,6 @@ def test_a_stopped_command_finds_its_rows_and_a_fresh_one_none(
     if name == "contexts":
         monkeypatch.setattr("anchorlens.cli.work.trained_contexts", lambda *_: {})
         monkeypatch.setattr("anchorlens.cli.work.reweighted", lambda *_: al.compress)
-    monkeypatch.setattr("anchorlens.cli.trained_contexts._seconds_of_a_step", lambda *_: 0.0)
     monkeypatch.setattr(f"anchorlens.cli.{row.computes}", stopped)
     command, *words = row.words.split()
     model = [str(shallow_folder)] if command == "across" else ["--model", str(shallow_folder)]

@@ -11,11 +11,11 @@ import pytest
 import torch
 
 import anchorlens as al
-from anchorlens.experiments.integrated_flows import mean_gradient, output_with
 from anchorlens.models.head_outputs import FrozenNorms
 from anchorlens.models.hooked import hooks_by_layer, pattern_name
 from anchorlens.models.model_state import added_hooks, frozen_in_eval_mode
 from anchorlens.passes.forward import run_pass
+from anchorlens.questions.integrated_flows import mean_gradient, output_with
 from tests.models.test_matrix import cases, hooked
 from tests.references import plain
 from tests.references.comparison import batch_of, precise, weights_of

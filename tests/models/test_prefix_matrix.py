@@ -8,9 +8,9 @@ from torch import Tensor
 
 import anchorlens as al
 from anchorlens.errors import ModelError
-from anchorlens.experiments.prefix_terms import LayerTerms, prefix_runs
 from anchorlens.models.hooked import hooks_by_layer, scores_name
 from anchorlens.passes.forward import run_pass
+from anchorlens.questions.prefix_terms import LayerTerms, prefix_runs
 from tests.models.test_cache_matrix import NO_CACHE
 from tests.models.test_matrix import KINDS, cases, hooked
 from tests.references import plain

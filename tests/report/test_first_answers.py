@@ -7,7 +7,7 @@ import pytest
 import torch
 
 import anchorlens as al
-from anchorlens.experiments.faithfulness import FaithfulnessRecord
+from anchorlens.questions.faithfulness import FaithfulnessRecord
 from anchorlens.report.answer import answer_of
 from anchorlens.report.claims import LIMITS, NEEDED
 from anchorlens.results.answer import Answer

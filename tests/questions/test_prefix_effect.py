@@ -11,12 +11,12 @@ from torch import Tensor
 
 import anchorlens as al
 from anchorlens.errors import MetricError
-from anchorlens.experiments.prefix_effect import (
+from anchorlens.questions.prefix_effect import (
     POSITIONS,
     _sampled,
     effect_contributions,
 )
-from anchorlens.experiments.prefix_terms import LayerTerms, prefix_runs, terms_of_layer
+from anchorlens.questions.prefix_terms import LayerTerms, prefix_runs, terms_of_layer
 from tests.support.asked import ask
 from tests.support.measures import assert_same, contributed, patterns_of
 from tests.support.tiny_models import questions

@@ -8,13 +8,13 @@ import torch
 from torch import Tensor
 
 import anchorlens as al
-from anchorlens.experiments.integrated_flows import (
-    probability_of_prediction,
-)
 from anchorlens.models.head_outputs import norms_after
 from anchorlens.models.hooked import pattern_name
 from anchorlens.passes.forward import run_pass
 from anchorlens.passes.shortcuts import why_not_late
+from anchorlens.questions.integrated_flows import (
+    probability_of_prediction,
+)
 from anchorlens.runs.passes import Passes
 from tests.references import plain
 from tests.support.asked import ask

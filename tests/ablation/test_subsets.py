@@ -13,10 +13,10 @@ from sklearn.preprocessing import StandardScaler
 from torch import Tensor
 
 import anchorlens as al
+from anchorlens.ablation.likelihood import subsets_of
 from anchorlens.errors import MetricError, RunError
-from anchorlens.experiments.ablation import subsets_of
 from anchorlens.passes.forward import logits_at
-from tests.experiments.test_ablation import misquoted, of_context_cite, written
+from tests.ablation.test_likelihood import misquoted, of_context_cite, written
 from tests.support.asked import ask, scored
 from tests.support.tiny_models import questions
 

@@ -11,12 +11,14 @@ from scipy.stats import spearmanr
 from torch import Tensor
 
 import anchorlens as al
+from anchorlens.ablation import likelihood as ablation
+from anchorlens.ablation import segment_scores
+from anchorlens.ablation.likelihood import Likelihood
 from anchorlens.errors import ModelError, RunError
-from anchorlens.experiments import ablation, faithfulness, segment_scores
-from anchorlens.experiments.ablation import Likelihood
 from anchorlens.passes import provide
 from anchorlens.prompts.random_edges import draw_generator
-from tests.experiments.test_ablation import misquoted, written
+from anchorlens.questions import faithfulness
+from tests.ablation.test_likelihood import misquoted, written
 from tests.references import plain
 from tests.support.asked import ask
 from tests.support.made_up_records import made_up_record

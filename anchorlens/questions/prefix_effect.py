@@ -21,7 +21,7 @@ from ..models.kv_cache import KeyValues
 from ..models.load import ensure_prepared
 from ..models.model_state import frozen_in_eval_mode
 from ..prompts import edges
-from ..prompts.batch import PromptBatch
+from ..prompts.batch import PromptBatch, check_prompts
 from ..prompts.positions import checked_positions
 from ..prompts.token_texts import token_texts
 from ..results import figures
@@ -33,7 +33,6 @@ from ..results.record import Record
 from ..runs.passes import Passes
 from ..system.arguments import checked
 from .prefix_terms import LayerTerms, prefix_runs
-from .saliency import one_batch
 
 # The most positions of a prefix whose weights are stored, to bound the size of a contribution.
 POSITIONS = 256
@@ -365,7 +364,8 @@ class PrefixEffect(Question):
         """
         site = Site(layer, head)
         [layer], [head] = site.layers_of(model), site.heads_of(model, layer)
-        alone, terms, rows = self._terms(model, one_batch(batch).prompt(prompt), layer)
+        check_prompts(batch)
+        alone, terms, rows = self._terms(model, batch.prompt(prompt), layer)
         patterns = torch.stack([terms.alone, terms.pattern, terms.expected])[:, 0, head]
         # The prefix has no attention of its own where it is left out.
         patterns[2][:, self.segments_of(alone)[0].any(0)] = torch.nan
@@ -416,7 +416,8 @@ class PrefixEffect(Question):
         site = Site(layer, head)
         [layer], [head] = site.layers_of(model), site.heads_of(model, layer)
         refuse_folded_value_biases(model)
-        _, terms, rows = self._terms(model, one_batch(batch), layer)
+        check_prompts(batch)
+        _, terms, rows = self._terms(model, batch, layer)
         vectors = terms.taken[:, head][rows]
         _, sizes, axes = torch.linalg.svd(vectors, full_matrices=False)
         points = torch.nn.functional.pad(vectors @ axes[:2].T, (0, 2))[:, :2]

@@ -12,8 +12,8 @@ from torch import Tensor
 
 import anchorlens as al
 from anchorlens.errors import PromptError, RunError
-from anchorlens.experiments import context_comparison
 from anchorlens.passes.forward import run_pass
+from anchorlens.questions import context_comparison
 from tests.support.asked import ask
 from tests.support.measures import difference, does_not_run
 from tests.support.tiny_models import questions, tiny_gpt2, tiny_llama

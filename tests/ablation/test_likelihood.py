@@ -13,7 +13,7 @@ from torch.nn.functional import logsigmoid
 from torch.nn.utils.rnn import pad_sequence
 
 import anchorlens as al
-from anchorlens.experiments.ablation import (
+from anchorlens.ablation.likelihood import (
     Ablation,
     Answers,
     _outcome,

@@ -32,7 +32,7 @@ from ..system.arguments import called
 from ..system.devices import holds_numbers
 from ..system.rounding import rounding_of
 from ..system.texts import described, name_of
-from .ablation import Ablation, Answers, predicted_words, subsets_of
+from .likelihood import Ablation, Answers, predicted_words, subsets_of
 from .subsets import Method
 
 AnyScore = Float[Tensor, "prompt segment"] | Metric | Method | Callable[[PromptBatch], Tensor]

@@ -19,6 +19,11 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 from torch.nn.functional import pad
 
+from ..ablation import subsets as draws
+from ..ablation.likelihood import Ablation, Answers, info_of_answers, subsets_of
+from ..ablation.removal import Removal
+from ..ablation.removal import edges as cut_edges
+from ..ablation.segment_scores import AnyScore, ScoresOfBatch, SegmentScores
 from ..errors import AnchorlensError, MetricError
 from ..metrics import weights
 from ..metrics.question import Further, Question
@@ -40,11 +45,6 @@ from ..system.arguments import checked
 from ..system.processes import is_main
 from ..system.rounding import all_equal, highest, ranks, rounding_of
 from ..system.warn import warn_user
-from . import subsets as draws
-from .ablation import Ablation, Answers, info_of_answers, subsets_of
-from .removal import Removal
-from .removal import edges as cut_edges
-from .segment_scores import AnyScore, ScoresOfBatch, SegmentScores
 
 BY_CHANCE, BEST = "random", "best possible"
 _RESTS = "What each segment adds to the answer"
