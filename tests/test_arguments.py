@@ -286,7 +286,11 @@ def test_labels_of_a_table_are_those_of_examples() -> None:
         (al.Site, "head", r"write heads= \(Heads"),
         (al.Site.of_heads, "pairs", r"of_heads has no argument 'pairs'; it takes heads$"),
         (al.sample_prompts, "seed", "write seeds="),
-        (al.sample_prompts, "n", r"'n'; it takes model, task, examples, queries, shots, seeds, ba"),
+        (
+            al.sample_prompts,
+            "n",
+            r"'n'; it takes model, task, examples, queries, shots, seeds,",
+        ),
         (al.load_model, "model", "write source="),
     ],
 )

@@ -107,6 +107,7 @@ Depth = Annotated[
 ]
 Draws = Annotated[int, _count(max=9999, help="Random controls of each isolation.")]
 Shots = Annotated[int, _count(help="Demonstrations of each class.")]
+Even = Annotated[bool, _switch("--even", help="Draw as many queries of each class.")]
 BatchSize = Annotated[int, _count(help="Prompts in a batch.")]
 _SEEDS = "Seeds; each draws its own demonstrations. Repeat the option, or separate by commas."
 Seeds = Annotated[list[int], _list("--seed", "--seeds", callback=_whole_numbers, help=_SEEDS)]
@@ -195,6 +196,7 @@ class OfClaims(OfTask):
 
     task: OneTask = None
     queries: Queries = None
+    even: Even = False
     shots: Shots = 1
     seed: Seeds = (42,)  # type: ignore[assignment]
     depth: Depth = None
@@ -248,6 +250,7 @@ class Contexts(OfTask):
 
     task: OneTask = None
     queries: Annotated[int | None, _count(help="Queries compared; by default 40, or all.")] = None
+    even: Even = False
     training: Annotated[int, _count(help="Queries for training.")] = 32
     held_out: Annotated[int, _count(help="Queries that choose the best step of a training.")] = 16
     shots: Shots = 1
@@ -278,6 +281,7 @@ class Faithfulness(OfTask):
     queries: Annotated[int | None, _count(help="Queries of each seed; by default 60 or all.")] = (
         None
     )
+    even: Even = False
     shots: Shots = 1
     seed: Seeds = (42,)  # type: ignore[assignment]
     subsets: Annotated[int, _count(help="Random subsets of the segments that run.")] = 32

@@ -4,8 +4,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
 from typing import Any, NamedTuple
 
+from ..report.ability import reason_against_ability
 from ..report.answer import ARE_ANCHORS, answer_of, sentences, surprises
-from ..report.claims import Verdict, accuracy_of, claims, reason_against_ability
+from ..report.claims import Verdict, claims
 from ..results.answer import Answer, cannot_tell
 from ..results.estimate import Estimate
 from ..results.record import Record
@@ -77,15 +78,6 @@ def summarised(
     }
     shown = tuple(table for table in tables if table.table)
     return Found(task, replace(answer, next=after), shown, values, {**pictures, **records})
-
-
-def is_able(records: Mapping[str, Record]) -> bool:
-    """Whether the model may do the task, which more queries could show.
-
-    Where all queries are of one class, no accuracy is above that of naming this class.
-    """
-    accuracy = accuracy_of([*records.values()])
-    return accuracy is None or accuracy[1] == 1 or accuracy[0].value > accuracy[1]
 
 
 def is_sure(records: Mapping[str, Record]) -> bool:

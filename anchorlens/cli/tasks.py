@@ -271,9 +271,18 @@ def _class(word: str) -> str | int:
     return int(word) if re.fullmatch(r"-?[0-9]+", word) else word
 
 
-def queries_that_fit(chosen: ChosenTask, used: int, wanted: int | None, most: int) -> int:
-    """``--queries``, or else all examples beside those that are used, at most ``most``."""
+def queries_that_fit(
+    chosen: ChosenTask, used: int, wanted: int | None, most: int, even: bool
+) -> int:
+    """``--queries``, or else all examples beside those that are used, at most ``most``.
+
+    Those that are even over classes end with the rarest.
+    """
     texts = [(example.text, example.image) for example in chosen.examples.tests]
     # An example that is used takes all examples with its text and image.
     repeats = sorted(Counter(texts).values(), reverse=True)
-    return wanted or max(1, min(most, len(texts) - sum(repeats[:used])))
+    left = len(texts) - sum(repeats[:used])
+    if even:
+        classes = Counter(example.label for example in chosen.examples.tests)
+        left = min(left, len(classes) * min(classes.values()) - used)
+    return wanted or max(1, min(most, left))

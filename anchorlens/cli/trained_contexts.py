@@ -47,8 +47,8 @@ def draws_without_overlap(
             f"--training {count} and --held-out {options.held_out} need {wanted} examples, but at "
             f"most {left} are left beside the demonstrations; lower them or give more examples"
         )
-    drawn = sample_queries(examples.pool, wanted, seed, exclude=demos)
-    compared = sample_queries(examples.tests, queries, seed, exclude=[*demos, *drawn])
+    drawn = sample_queries(examples.pool, wanted, seed, demos, even=options.even)
+    compared = sample_queries(examples.tests, queries, seed, [*demos, *drawn], even=options.even)
     parts = {"training": drawn[:count], "held out": drawn[count:], "queries": compared}
     return {name: [Draw(task, demos, of_part)] for name, of_part in parts.items()}
 

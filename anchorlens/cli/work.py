@@ -24,6 +24,7 @@ from ..replication.beside_published import paper_sections
 from ..replication.models_compared import TITLE, across_models
 from ..replication.paper import APPENDIX, MAIN, TRAINING, drawn_of
 from ..replication.paper import paper as paper_records
+from ..report.ability import Advice, ability_of
 from ..report.answer import answer_of
 from ..results.answer import Answer
 from ..results.record import Record
@@ -46,7 +47,7 @@ from .options import (
     command_of,
 )
 from .path import Asked, Prompts, Tasks, dtype_wanted
-from .summary import Found, entries_in, is_able, is_sure, summarised
+from .summary import Found, entries_in, is_sure, summarised
 from .tasks import ChosenTask, chosen_tasks, documents_of, queries_that_fit
 from .trained_contexts import (
     COMPARED,
@@ -82,12 +83,13 @@ def run(options: Run) -> Asked:
 
 def _analyses(options: Run, chosen: Tasks) -> Asked:
     """What ``analyse`` asks of each task."""
+    shots = options.shots
     counts = [
-        queries_that_fit(each, options.shots * len(each.task.labels), options.queries, 100)
+        queries_that_fit(each, shots * len(each.task.labels), options.queries, 100, options.even)
         for each in chosen
     ]
     draws = {
-        each.name: draws_of(each.task, each.examples, options.shots, count, options.seed)
+        each.name: draws_of(each.task, each.examples, shots, count, options.seed, options.even)
         for each, count in zip(chosen, counts, strict=True)
     }
 
@@ -108,17 +110,21 @@ def _next(options: Run, chosen: ChosenTask, records: Mapping[str, Record]) -> st
     if is_sure(records):
         return ""
     queries, classes = options.queries or 1, len(chosen.task.labels)
-    more, changed = 4 * options.shots, dict[str, Any]()
-    if not is_able(records):
+    more, changed, ability = 4 * options.shots, dict[str, Any](), ability_of(records.values())
+    fitting = partial(queries_that_fit, chosen, wanted=None, even=options.even)
+    advice = Advice.MORE if ability is None or ability.is_clear else ability.advice
+    if advice == Advice.EVEN:
+        evenly = queries_that_fit(chosen, options.shots * classes, None, queries, True)
+        why, changed = f"{chosen.name}: {advice}", {"even": True, "queries": evenly}
+    elif advice == Advice.OTHERS:
         words = "other label words"
         rows = Counter(example.label for example in chosen.examples.pool)
         if more < min(rows.values()):
             words = f"more demonstrations, or {words}"
-            fitting = queries_that_fit(chosen, more * classes, None, queries)
-            changed = {"shots": more, "queries": fitting}
+            changed = {"shots": more, "queries": fitting(more * classes, most=queries)}
         where = f" (in {chosen.source(options.out)})" if chosen.is_proposed else ""
         why = f"the model does not clearly do the task {chosen.name}; try {words}{where}"
-    elif queries_that_fit(chosen, options.shots * classes, None, 4 * queries) == 4 * queries:
+    elif fitting(options.shots * classes, most=4 * queries) == 4 * queries:
         why = f"{chosen.name} with 4 times as many queries, so that intervals are half as wide"
         changed = {"queries": 4 * queries}
     else:
@@ -136,7 +142,7 @@ def paper(options: Paper) -> Asked:
     chosen = chosen_tasks(options.tasks or (PAPER_TASKS if is_folder else None), options)
     examples = {each.name: each.examples for each in chosen}
     counts = [
-        queries_that_fit(each, (1 + TRAINING) * len(each.task.labels), options.queries, 40)
+        queries_that_fit(each, (1 + TRAINING) * len(each.task.labels), options.queries, 40, False)
         for each in chosen
     ]
     queries = min(counts)
@@ -206,7 +212,7 @@ def contexts(options: Contexts) -> Asked:
     [chosen] = chosen_tasks(options.task and [options.task], options, options.shots)
     task = chosen.name
     used = options.shots * len(chosen.task.labels) + options.training + options.held_out
-    queries = queries_that_fit(chosen, used, options.queries, 40)
+    queries = queries_that_fit(chosen, used, options.queries, 40, options.even)
     draws = draws_without_overlap(chosen.task, chosen.examples, options, queries)
 
     def prompts(tokenizer: Any) -> Prompts:
@@ -382,8 +388,9 @@ def across(options: Across) -> Asked:
 def _drawn_for(chosen: ChosenTask, options: Any, most: int) -> tuple[str, int, list[Draw]]:
     """The name of a task, the number of queries, and the draw of each seed."""
     used = options.shots * len(chosen.task.labels)
-    queries = queries_that_fit(chosen, used, options.queries, most)
-    draws = draws_of(chosen.task, chosen.examples, options.shots, queries, options.seed)
+    queries = queries_that_fit(chosen, used, options.queries, most, options.even)
+    even = options.even
+    draws = draws_of(chosen.task, chosen.examples, options.shots, queries, options.seed, even)
     return chosen.name, queries, draws
 
 

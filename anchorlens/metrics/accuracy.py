@@ -100,15 +100,16 @@ class Accuracy(Metric):
     def contributions(self, batch: PromptBatch, seen: Seen) -> dict[str, Tensor]:
         gold = require_gold(batch.gold, "accuracy")
         scores = batch.label_scores(seen.logits).cpu()
-        correct = (predicted_class(scores) == gold).double()
-        # The class of each prompt as a row of zeros and a one.
-        classes = torch.nn.functional.one_hot(gold, scores.shape[1])
-        return {"correct": correct, "classes": classes}
+        answer = predicted_class(scores)
+        # The class of each query, and the one that is answered, as rows of zeros and a one.
+        queries, answers = torch.nn.functional.one_hot(torch.stack([gold, answer]), scores.shape[1])
+        return {"correct": (answer == gold).double(), "queries": queries, "answers": answers}
 
     def result(self, contributions: Contributions) -> AccuracyRecord:
-        """The share of right answers, and in ``info`` the number of queries of each class."""
-        counts = contributions["classes"].sum(0).tolist()
-        return AccuracyRecord.of(contributions, info={"queries_per_class": counts})
+        """The share of right answers; in ``info`` how often each class is true, and answered."""
+        counts = {of: contributions[of].sum(0).long().tolist() for of in ("queries", "answers")}
+        info = {f"{of}_per_class": count for of, count in counts.items()}
+        return AccuracyRecord.of(contributions, info=info)
 
 
 @checked

@@ -248,8 +248,10 @@ class AnchorDistances(Metric):
         gold = contributions["gold"]
         of_prompts = contributions.replaced({"directions": torch.full_like(gold, self.directions)})
         n_layers, n_classes = contributions["keys"].shape[1:3]
+        answers = predicted_class(contributions["label_logits"]).bincount(minlength=n_classes)
         record = AnchorDistancesRecord.of(
             of_prompts,
+            info={"answers_per_class": answers.tolist()},
             queries_per_class=gold.bincount(minlength=n_classes),
             default_layer=torch.tensor(2 * n_layers // 3, device="cpu"),
         )

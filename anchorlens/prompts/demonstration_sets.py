@@ -40,7 +40,12 @@ def examples_of_task(name: str) -> Examples:
 
 
 def draws_of(
-    task: Task, examples: Examples, shots: int, queries: int, seeds: Sequence[int]
+    task: Task,
+    examples: Examples,
+    shots: int,
+    queries: int,
+    seeds: Sequence[int],
+    even: bool = False,
 ) -> list[Draw]:
     """The draw of each seed."""
     check_seeds(seeds)
@@ -48,7 +53,7 @@ def draws_of(
     draws = []
     for seed in seeds:
         demos = sample_demonstrations(examples.pool, shots, seed)
-        chosen = sample_queries(examples.tests, queries, seed, exclude=demos)
+        chosen = sample_queries(examples.tests, queries, seed, exclude=demos, even=even)
         demonstrations_by_query(task, demos, chosen)
         draws.append(Draw(task, demos, chosen))
     return draws

@@ -238,7 +238,12 @@ def sample_demonstrations(
 
 @checked
 def sample_queries(
-    examples: Sequence[Example], count: int, seed: int = 42, exclude: Sequence[Example] = ()
+    examples: Sequence[Example],
+    count: int,
+    seed: int = 42,
+    exclude: Sequence[Example] = (),
+    *,
+    even: bool = False,
 ) -> list[Example]:
     """Draw queries without replacement, none with the text of an excluded example.
 
@@ -248,9 +253,12 @@ def sample_queries(
         seed: Seed of a separate generator; the global random state is not touched.
         exclude: Examples whose texts (with their images) must not be drawn, such as the
             demonstrations.
+        even: Draw as many of each class, or one more of some, whatever their shares in the
+            examples are. An accuracy then says more where one class is much the commonest.
 
     Raises:
-        DataError: There are fewer than ``count`` examples left, or ``count`` is below 1.
+        DataError: There are fewer than ``count`` examples left, or too few of a class to draw
+            evenly, or ``count`` is below 1.
 
     Examples:
         >>> examples = load_examples("questions")
@@ -266,7 +274,22 @@ def sample_queries(
             "demonstrations; ask for fewer queries or give more examples"
         )
     check_counts(DataError, count=count)
-    return random.Random(seed).sample(pool, count)
+    drawn = random.Random(seed).sample(pool, len(pool) if even else count)
+    if not even:
+        return drawn
+    of_class = {
+        label: [example for example in drawn if example.label == label]
+        for label in {example.label: None for example in examples}
+    }
+    drawn = [example for of_each in zip(*of_class.values(), strict=False) for example in of_each]
+    if len(drawn) < count:
+        rare = min(of_class, key=lambda label: len(of_class[label]))
+        raise DataError(
+            f"{count} queries are to be drawn evenly over {len(of_class)} classes, but of class "
+            f"{rare} only {len(of_class[rare])} examples are left without the demonstrations; ask "
+            f"for at most {len(drawn)} queries or give more examples of it"
+        )
+    return drawn[:count]
 
 
 def _is_file(source: str | Path) -> bool:

@@ -22,6 +22,7 @@ def sample_prompts(
     queries: int = 24,
     shots: int = 1,
     seeds: Sequence[int] = (42,),
+    even: bool = False,
     batch_size: int = 8,
 ) -> list[PromptBatch]:
     """Prompts of a task, with demonstrations and queries that are drawn for each seed.
@@ -37,6 +38,7 @@ def sample_prompts(
         queries: Queries of each seed; none is a demonstration of that seed.
         shots: Demonstrations of each class.
         seeds: Each draws demonstrations and queries.
+        even: Draw as many queries of each class, or one more of some.
         batch_size: The most prompts of a batch.
 
     Returns:
@@ -52,7 +54,7 @@ def sample_prompts(
         >>> sum(map(len, batches)), len(batches[0].demonstrations_id.unique())
         (24, 1)
     """
-    draws = sample_draws(task, examples, queries, shots, seeds)
+    draws = sample_draws(task, examples, queries, shots, seeds, even)
     return prompts_of_draws(tokenizer_of(model), draws, batch_size)
 
 
@@ -70,6 +72,7 @@ def sample_draws(
     queries: int = 24,
     shots: int = 1,
     seeds: Sequence[int] = (42,),
+    even: bool = False,
 ) -> list[Draw]:
     """The demonstrations and queries of each seed, for which no tokenizer is needed."""
     if examples is None and not isinstance(task, str):
@@ -81,7 +84,7 @@ def sample_draws(
     found: Any = examples_of_task(str(task)) if examples is None else examples
     is_pool = all(isinstance(each, Example) for each in found)
     both = (found, found) if is_pool else tuple(found)
-    return draws_of(chosen, Examples(*both), shots, queries, seeds)
+    return draws_of(chosen, Examples(*both), shots, queries, seeds, even)
 
 
 def prompts_of_draws(

@@ -27,6 +27,7 @@ from ..passes.memory import free_memory
 from ..printable import printable
 from ..prompts.examples import Example
 from ..prompts.tasks import Task
+from ..report.ability import ability_of, reason_against_ability
 from ..report.answer import YES_OR_NO
 from ..report.claims import (
     LIMITS,
@@ -34,9 +35,7 @@ from ..report.claims import (
     SIGNS,
     Claim,
     Verdict,
-    accuracy_of,
     claims,
-    reason_against_ability,
 )
 from ..results import figures
 from ..results.answer import Answer, cannot_tell, listed, speaks_of
@@ -322,7 +321,8 @@ def _row_of(load: Callable[[], Any], make_prompts: MakePrompts, run: Callable[..
     )
     missing = outcome.failed or reason_against_ability(kept.values())
     info = next((record.info for record in kept.values()), {})
-    accuracy, _ = accuracy_of(kept.values()) or (Estimate(nan), nan)
+    ability = ability_of(kept.values())
+    accuracy = ability.accuracy if ability else Estimate(nan)
     return _Row(claims(kept), accuracy, bool(outcome.failed), missing, outcome.warnings, info)
 
 

@@ -14,14 +14,13 @@ from ..results.depth import shallow_and_deep, with_pattern
 from ..results.estimate import Estimate, in_digits
 from ..results.record import Record
 from ..system.arguments import fitted
+from .ability import ability_of, reason_against_ability
 from .claims import (
     NO_NUMBER,
     Claim,
     Verdict,
-    accuracy_of,
     first_layers_isolations,
     judge_distances,
-    reason_against_ability,
 )
 
 ARE_ANCHORS = "Does the model use its label words as anchors?"
@@ -108,12 +107,10 @@ def surprises(records: Collection[Record]) -> list[str]:
 
 
 def _on_ability(records: Collection[Record]) -> Iterator[str]:
-    known = accuracy_of(records)
-    if known is not None:
-        accuracy, commonest = known
+    if ability := ability_of(records):
         yield (
-            f"The model names the right class of {accuracy.percent()} of the queries; "
-            f"always naming the commonest class would be right for {100 * commonest:.0f} %."
+            f"The model names the right class of {ability.accuracy.percent()} of the queries; "
+            f"always naming the commonest class would be right for {100 * ability.commonest:.0f} %."
         )
 
 

@@ -12,7 +12,6 @@ from scipy.special import stdtrit
 from torch import Tensor
 
 from ..experiments.diagnosis import class_orders, permutation_test
-from ..metrics.accuracy import AccuracyRecord
 from ..metrics.aucroc import AttentionAUCROCRecord
 from ..metrics.distances import AnchorDistancesRecord
 from ..metrics.saliency_flows import PAPER_FLOWS, SaliencyFlowsRecord
@@ -24,6 +23,7 @@ from ..results.html_tables import table
 from ..results.record import Record
 from ..system.arguments import checked
 from ..system.rounding import rounding_of
+from .ability import reason_against_ability
 from .contents import contents_of
 
 SHARE_LIMIT, RATIO_LIMIT, AS_OTHERS, CHANCE = 0.25, 2.0, 1.0, 0.5
@@ -285,19 +285,6 @@ def scope_of(record: Record) -> str:
     return f"{scope}, not for other sets" if "this one set" in scope else scope
 
 
-def accuracy_of(records: Iterable[Record]) -> tuple[Estimate, float] | None:
-    """The accuracy, and that of a model which always names the commonest class; None if unknown."""
-    for record in records:
-        counts: Any = ()
-        if isinstance(record, AnchorDistancesRecord):
-            counts = record.queries_per_class.tolist()
-        elif isinstance(record, AccuracyRecord):
-            counts = record.info.get("queries_per_class") or ()
-        if any(counts):
-            return record.estimate("accuracy"), max(counts) / sum(counts)
-    return None
-
-
 def first_layers_isolations(records: Iterable[Record]) -> list[Isolation]:
     """The isolations of the first layers in all heads, the one that counts first.
 
@@ -312,25 +299,6 @@ def first_layers_isolations(records: Iterable[Record]) -> list[Isolation]:
     ]
     found = [each for each in sites if each.is_of_first_layers]
     return sorted(found, key=lambda each: (not each.is_shallow, not each.keeps_bos))
-
-
-def reason_against_ability(records: Iterable[Record]) -> str:
-    """Why the numbers say nothing of how the model answers; "" if it does the task."""
-    known = accuracy_of(records)
-    if known is None:
-        return (
-            "whether the model does the task is not known: run Accuracy, or AnchorDistances, which "
-            "also gives the accuracy"
-        )
-    accuracy, commonest = known
-    if isnan(accuracy.low):
-        return "the accuracy has no interval: run with resamples, and with more than one prompt"
-    if accuracy.low > commonest:
-        return ""
-    return (
-        f"the accuracy, {accuracy.percent()}, is not clearly above the {100 * commonest:.0f} % of "
-        "always naming the commonest class (use more queries, or a task that the model can do)"
-    )
 
 
 def _claim(

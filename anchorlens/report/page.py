@@ -24,8 +24,9 @@ from ..runs.identity import versions
 from ..system.arguments import checked, fitted
 from ..system.files import write_text
 from . import flow_page
+from .ability import reason_against_ability
 from .answer import answer_of, sentences, surprises
-from .claims import HOW_VERDICTS_ARE_REACHED, Claim, claims, reason_against_ability
+from .claims import HOW_VERDICTS_ARE_REACHED, Claim, claims
 from .contents import Contents, contents_of
 from .flow_page import FlowPage
 from .forest import HEADING, forest

@@ -64,7 +64,7 @@ def test_json_is_one_document_of_the_numbers_in_the_records(
     printed = done("run", *arguments, *QUICK, "--quiet")
     assert all(line.startswith("warning: ") for line in printed.err.splitlines())
     first, asked = printed.out.splitlines(), "Does the model use its label words as anchors?"
-    assert first[0] == f"questions: {asked}" and first[1].startswith("This cannot be told: the acc")
+    assert first[0] == f"questions: {asked}" and first[1].startswith("This cannot be told: the mod")
     assert max(map(len, printed.out.partition("report: ")[0].splitlines())) <= 80
     report = printed.out.partition("report: ")[2].splitlines()
     assert report[0] == f"{tmp_path / 'report.html'} (open it in a browser)"

@@ -66,6 +66,9 @@ def test_results_of_several_words_equal_those_by_hand(gpt2: Any) -> None:
     results: Any = al.run(gpt2, batches, METRICS, **QUIET)
     assert results["accuracy"].info["verbalizer"] == repr(batches[0].verbalizer)
     assert np.array_equal(results["accuracy"].correct, predicted == GOLD)
+    for record in (results["accuracy"], results["anchor_distances"]):
+        answers = [(predicted == k).sum() for k in range(scores.shape[1])]
+        assert record.info["answers_per_class"] == answers
     distances = results["anchor_distances"]
     expected = roc_auc_score(GOLD == 0, scores[:, 0] - scores[:, 1])
     assert float(distances.pair_auc[0, 1]) == pytest.approx(expected)

@@ -215,7 +215,7 @@ def judged(
 def able(prompts: int) -> al.Record:
     """The accuracy of a model that does the task."""
     classes = torch.eye(2)[torch.arange(prompts) % 2]
-    rows = {"correct": torch.ones(prompts).double(), "classes": classes}
+    rows = {"correct": torch.ones(prompts).double(), "queries": classes, "answers": classes}
     return with_intervals(al.Accuracy().result, rows, resamples=1, info={})
 
 

@@ -34,7 +34,7 @@ def weights_for(tokenizer: Any) -> Any:
 
 @pytest.fixture(scope="module")
 def model(byte_level: Any) -> Any:
-    return al.load_model(weights_for(byte_level), tokenizer=byte_level)
+    return al.load_model(weights_for(byte_level).double(), tokenizer=byte_level)
 
 
 @pytest.fixture(scope="module")

@@ -14,6 +14,7 @@ from scipy.stats import binom, t
 
 import anchorlens as al
 from anchorlens.errors import AnchorlensError
+from anchorlens.report.ability import Ability
 from anchorlens.report.answer import answer_of, how_sure, sentences, surprises
 from anchorlens.report.claims import Verdict
 from anchorlens.results.bootstrap import with_intervals
@@ -396,16 +397,41 @@ def test_words_like_others_seldom_agree_where_draws_overlap(words: int, spread: 
 def test_accuracy_counts_as_accuracy() -> None:
     right = torch.tensor([1.0] * 18 + [0.0] * 2)
     classes = torch.eye(2)[[0] * 10 + [1] * 10]
-    known = with_intervals(
-        al.Accuracy().result, {"correct": right, "classes": classes}, resamples=2, info={}
-    )
+    answers = torch.eye(2)[[0] * 8 + [1] * 12]
+    contributions = {"correct": right, "queries": classes, "answers": answers}
+    info = {"labels": [" bad", " good"]}
+    known = with_intervals(al.Accuracy().result, contributions, resamples=2, info=info)
     assert known.info["queries_per_class"] == [10, 10]
     assert verdicts(attention(), known) == [AGREES]
-    unable = replace(known, intervals={"accuracy": torch.tensor([0.4, 0.8])})
-    assert verdicts(attention(), unable) == [CANNOT_TELL]
+    unable = replace(known, intervals={"accuracy": torch.tensor([0.4, 0.95])})
+    (judged,) = al.claims({"a": attention(), "b": unable})
+    assert judged.verdict == CANNOT_TELL
+    assert judged.reason == (
+        'the model answers "good" to 12 of 20, and the accuracy, 90 % [40, 95], is not clearly '
+        "above the 50 % of always naming the commonest class (use more queries)"
+    )
     (unknown,) = al.claims({"a": attention()})
     assert unknown.verdict == CANNOT_TELL
     assert "run Accuracy, or AnchorDistances" in unknown.reason
+
+
+@pytest.mark.parametrize(
+    ("queries", "accuracy", "advice"),
+    [
+        ([18, 2], 0.85, "draw queries evenly over the classes"),
+        ([20, 0], 1.0, "draw queries evenly over the classes"),
+        ([1, 0], 0.0, "use more queries"),
+        ([10, 10], 0.6, "use more queries"),
+        ([12, 8], 0.6, "use more demonstrations, or other label words"),
+        ([5, 3, 4], 0.3, "use more demonstrations, or other label words"),
+    ],
+)
+def test_what_to_try_follows_from_what_was_asked_and_answered(
+    queries: list[int], accuracy: float, advice: str
+) -> None:
+    found = Ability(Estimate(accuracy, 0.1, 1.0), queries, (), ())
+    assert found.advice == advice and not found.is_clear
+    assert found.why_unclear().endswith(f"({advice})")
 
 
 def test_with_several_sets_the_interval_is_over_sets() -> None:

@@ -27,7 +27,7 @@ def test_nothing_is_told_of_random_weights(make: Any, byte_level: Any, hooked: A
     records = al.run(model, questions(model, 12), asked, progress=False, resamples=20)
     for name in ("contexts", "faithfulness"):
         answer = answer_of([records[name], records["accuracy"]], [])
-        assert answer is not None and answer.sentence.startswith("This cannot be told: the acc")
+        assert answer is not None and answer.sentence.startswith("This cannot be told: the model")
         assert "one set of demonstrations: intervals do not speak of other sets" in answer.limits
         # Without accuracy nothing is known of it.
         alone = answer_of([records[name]], [])
