@@ -60,18 +60,14 @@ def test_tables_of_prefix_tuning() -> None:
     rows += [("published, notebook", each)]
     for name, values in rows:
         assert f"| {name} | {' | '.join(printed_as(values))} |" in text
-    learned, lora = (published("prefix_tuning", name) for name in ("table_3", "lora"))
-    in_notebook = learned["notebook"]["prefix for this task"]
-    before, after = ([*row.values()] for row in learned["paper"].values())
-    assert f"+2 | {', '.join(printed_as(before[:4]))} | 15" in text
-    assert f"each of these | {', '.join(printed_as(after[:4]))} |" in text
-    for number, (task, once) in zip(after[4:], in_notebook.items(), strict=True):
-        [value], [of_notebook] = printed_as([number]), printed_as([once])
-        assert f"| prefix for {task} | {value} (notebook {of_notebook}) |" in text
-    for name, row in lora["paper"].items():
-        [value] = printed_as([row["double histogram"]])
-        kind = name.partition(" ")[0]
-        assert f"| {kind} for double histogram, 12,288 parameters | {value} |" in text
+    prefix = published("prefix_tuning", "table_3")["paper"]["prefix for this task"]
+    lora = published("prefix_tuning", "lora")["paper"]
+    rows_of_new = [prefix, *(lora[name] for name in ("prefix", "LoRA of rank 1"))]
+    [both] = printed_as([prefix["sort up, then +1"]])
+    new, wide, of_lora = printed_as(row["double histogram"] for row in rows_of_new)
+    assert f"also combines two tasks ({both} %), but it does not learn a new one" in text
+    assert f"double histogram ({new} %, with 12,288 parameters {wide} %)" in text
+    assert f"LoRA of rank 1 does, with as many parameters ({of_lora} %)" in text
 
 
 def test_hard_prompts() -> None:
