@@ -30,29 +30,22 @@ tags: [GQA, grouped-query attention, MQA, multi-query, MoE, ALiBi, RoPE, Llama, 
 
 # Architectures
 
-Each row is a tiny model with random weights, biases, norm scales and sinks, compared with plain
-transformers, which run one prompt at a time: attention by `output_attentions`, saliency by
-`retain_grad`, isolation by masks edited by hand, re-weighting by a factor after the softmax,
-queries and keys as they enter the product of scores. anchorlens runs batches of five prompts,
-with padding on the right and on the left (a processed bridge only on the left). A number is the
-largest absolute difference divided by the largest absolute value of the reference; each cell
-holds the largest over {quantities} in float32 and, below it, in float64.
+Each row is a tiny model with random weights, compared with plain transformers, which run one
+prompt at a time. anchorlens runs batches of five prompts, with padding on the right and on the
+left (a processed bridge only on the left). A number is the largest absolute difference divided
+by the largest absolute value of the reference; each cell holds the largest over {quantities} in
+float32 and, below it, in float64.
 
 A *processed* bridge has folded layer norms and centred weights
-(`enable_compatibility_mode(fold_value_biases=False)`). In float64 neither side falls back to
-float32 in softmax, norms and rotary embeddings. A *Toy* is a model of TransformerLens itself
-(`TransformerBridge.boot_native`, on 3.9 `HookedTransformer(config)`), compared with the same
-model in plain PyTorch.
-
-Hooks are `native` if those of TransformerLens act without help, and `made live` if the model
-runs another attention, through which `al.prepare_model` routes scores and pattern. *refused*
-means that loading is an error, for the reason in the cell; *wrong*, that a model which
+(`enable_compatibility_mode(fold_value_biases=False)`). A *Toy* is a model of TransformerLens
+itself (`TransformerBridge.boot_native`, on 3.9 `HookedTransformer(config)`). Hooks are `native`
+if those of TransformerLens act without help, and `made live` by `al.prepare_model` if not.
+*refused* means that loading is an error, for the reason in the cell; *wrong*, that a model which
 TransformerLens makes by itself computes something else than the original, without an error;
-*none*, that this line of TransformerLens does not make such a model. `make architectures`
-writes this page.
+*none*, that this line of TransformerLens does not make such a model.
 
 Rows of *images* are models that read images: three images in each of three prompts, padding on the
-right, logits and saliency alone, on line 4 of TransformerLens only.
+right, logits and saliency alone. `make architectures` writes this page.
 """
 
 

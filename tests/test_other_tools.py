@@ -86,14 +86,14 @@ def page(model_folder: Path, tmp_path_factory: Any) -> Iterator[Any]:
 def test_circuitsvis_gets_the_heads_of_a_layer_and_bertviz_every_layer(page: Any) -> None:
     model, count = page.names["model"], int(page.names["prompt"].attention_mask.sum())
     views = page.attention_heads.call_args_list + page.attention_patterns.call_args_list
-    assert len(views) == 3
+    assert len(views) == 2
     for call in views:
         tokens = call.kwargs["tokens"]
         assert call.kwargs["attention"].shape == (model.cfg.n_heads, count, count)
         assert len(tokens) == count and all(isinstance(token, str) for token in tokens)
     assert "attention_heads" in (page.folder / "saliency.html").read_text()
     of_layers = page.head_view.call_args_list + page.model_view.call_args_list
-    assert len(of_layers) == 3
+    assert len(of_layers) == 2
     for call in of_layers:
         attention, tokens = call.args
         assert isinstance(attention, tuple) and len(attention) == model.cfg.n_layers

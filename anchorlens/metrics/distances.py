@@ -121,7 +121,7 @@ class AnchorDistancesRecord(Record):
             the layer that correlates best.
     """
 
-    # Directions of few queries have the same bias in every set (docs/benchmarks.md, "Intervals").
+    # Directions of few queries have the same bias in every set (docs/benchmarks.md, "Coverage").
     anchor_distance: Float[Tensor, "layer class class"] = kinds.statistic(
         lambda of_set: key_distances(
             of_set["queries"], of_set["keys"].mean(0), int(of_set["directions"][0])

@@ -17,16 +17,16 @@ PAGES = ["", "tutorials/first_analysis/", "tutorials/reading_figures/", "gallery
 PAGES += ["reference/report/"]
 # What people search for who need a page.
 FOUND_FIRST = {
-    "cookbook/": "knockout, attention knockout, ablation, patching, head, induction head",
+    "cookbook/": "knockout, attention knockout, ablation, patching, head, induction, own tokens",
     "definitions/": "glossary, mask, S_wp, cannot tell, verdict, confidence interval",
     "architectures/": "GQA, grouped-query attention, Llama",
     "models/": "refused, attention sink",
     "command/": "Excel, csv",
-    "tutorials/segments/": "RAG, retrieval head",
-    "running/": "resume, flash attention",
+    "tutorials/segments/": "RAG, retrieval head, generate",
+    "running/": "resume, flash attention, 3000 tokens",
     "troubleshooting/": "FAQ",
-    "other_tools/": "LoRA, nnterp",
-    "tasks/": "chat template",
+    "other_tools/": "LoRA, nnterp, path patching",
+    "tasks/": "chat template, antonym, function vector",
 }
 SEARCH = """async (queries) => {
   const { search } = JSON.parse(document.getElementById("__config").textContent);

@@ -1,7 +1,6 @@
 """Numbers that pages print as published are those of ``anchorlens/data/published.toml``."""
 
 from collections.abc import Iterable
-from math import isnan
 from pathlib import Path
 from statistics import fmean
 
@@ -50,37 +49,16 @@ def test_tables_of_prefix_tuning() -> None:
         printed = text.partition(name)[2].partition("published, notebook")[2].split()[:2]
         assert printed == printed_as(row.values()), name
     text = page("prefix_tuning.md", "A prefix selects what was learned before")
-    selected = published("prefix_tuning", "table_2")
-    notebook = selected["notebook"]
-    each = [notebook[f"prefix for {task}"][task] for task in notebook["pretrained on all"]]
-    rows: list[tuple[str, Iterable[Published]]] = [
-        ("published, ten seeds", row.values()) for row in selected["ten seeds"].values()
-    ]
-    rows += [("published, notebook", notebook["pretrained on all"].values())]
-    rows += [("published, notebook", each)]
-    for name, values in rows:
-        assert f"| {name} | {' | '.join(printed_as(values))} |" in text
-    learned, lora = (published("prefix_tuning", name) for name in ("table_3", "lora"))
-    in_notebook = learned["notebook"]["prefix for this task"]
-    before, after = ([*row.values()] for row in learned["paper"].values())
-    assert f"+2 | {', '.join(printed_as(before[:4]))} | 15" in text
-    assert f"each of these | {', '.join(printed_as(after[:4]))} |" in text
-    for number, (task, once) in zip(after[4:], in_notebook.items(), strict=True):
-        [value], [of_notebook] = printed_as([number]), printed_as([once])
-        assert f"| prefix for {task} | {value} (notebook {of_notebook}) |" in text
-    for name, row in lora["paper"].items():
-        [value] = printed_as([row["double histogram"]])
-        kind = name.partition(" ")[0]
-        assert f"| {kind} for double histogram, 12,288 parameters | {value} |" in text
-
-
-def test_hard_prompts() -> None:
-    rows = published("hard_prompts", "transfer")["GPT-2 Large"]
-    text = page("findings.md", "## Hard prompts", "Published, not run by us", "percent): ")
-    numbers = {row: values["sst2"] for row, values in rows.items()}
-    spreads = {row: "" if isnan(n.spread) else f" ± {n.spread:.2f}" for row, n in numbers.items()}
-    expected = ", ".join(f"{row} {n.value:.2f}{spreads[row]}" for row, n in numbers.items())
-    assert text.startswith(expected + ".")
+    for row in published("prefix_tuning", "table_2")["ten seeds"].values():
+        assert f"| published, ten seeds | {' | '.join(printed_as(row.values()))} |" in text
+    prefix = published("prefix_tuning", "table_3")["paper"]["prefix for this task"]
+    lora = published("prefix_tuning", "lora")["paper"]
+    rows_of_new = [prefix, *(lora[name] for name in ("prefix", "LoRA of rank 1"))]
+    [both] = printed_as([prefix["sort up, then +1"]])
+    new, wide, of_lora = printed_as(row["double histogram"] for row in rows_of_new)
+    assert f"also combines two tasks ({both} %), but it does not learn a new one" in text
+    assert f"double histogram ({new} %, with 12,288 parameters {wide} %)" in text
+    assert f"LoRA of rank 1 does, with as many parameters ({of_lora} %)" in text
 
 
 def test_gains_of_reweighting() -> None:
