@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 import anchorlens as al
-from anchorlens.experiments.faithfulness import default_scores
+from anchorlens.questions.faithfulness import default_scores
 from benchmarks.known_answers import (
     COLUMNS,
     KNOWN,
