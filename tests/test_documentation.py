@@ -201,7 +201,7 @@ def test_pictures_are_made_by_the_code_above_them() -> None:
 
 def test_a_tutorial_begins_with_the_picture_of_its_result() -> None:
     pages = sorted((ROOT / "docs" / "tutorials").glob("*.md"))
-    pages += [ROOT / "docs" / f"{name}.md" for name in ("metrics", "experiments", "own_context")]
+    pages += [ROOT / "docs" / f"{name}.md" for name in ("metrics", "own_question", "own_context")]
     for page in pages:
         before, _, _ = page.read_text().partition("```")
         assert PICTURE.search(before), f"{page.name} shows no result before its code"

@@ -321,7 +321,7 @@ BESIDE_TEXT: dict[str, Any] = {
     "text": partial(al.edges.segment, name="text"),
 }
 BETA = torch.randn(3, 2, 6, generator=torch.Generator().manual_seed(0))
-SUPPRESSION = printed("experiments.md", "Suppression")
+SUPPRESSION = printed("own_question.md", "Suppression")
 SCORES: dict[str, Any] = {
     "given": weights_of(3, 6),
     "signed": al.SegmentFlows(weight=al.weights.helpful),

@@ -32,10 +32,10 @@ def run(
     believe: Sequence[str] = (),
     progress: bool = True,
 ) -> Results:
-    """Answer any number of questions: metrics of one pass over each batch, and experiments.
+    """Answer any number of questions: metrics of one pass over each batch, or of more passes.
 
     Each batch needs one forward pass, one backward pass if a metric needs it, and the further
-    passes of experiments such as ``EdgeSweep``, which start from what the first pass has computed.
+    passes of those such as ``EdgeSweep``, which start from what the first pass has computed.
     Demonstrations that prompts share run forward once, and batches only have the queries, if that
     gives the same logits and gradients; ``info["shared_prefix"]`` of each record tells whether, and
     otherwise the reason. Parameters are frozen and dropout is off during the run; afterwards both
@@ -50,11 +50,11 @@ def run(
         batches: Prompts from ``build_prompts``; batches of several calls may be joined.
             Contributions of a result are in the order of the queries; those of joined calls are
             sorted by set of demonstrations first.
-        questions: Metrics and experiments of the package, or your own.
+        questions: Metrics and questions of the package, or your own.
         hooks: Function of the batch to hooks that change the run (``al.isolate_labels``, ...).
             They act before the metrics observe, and a clean pass runs first. The function gets the
-            batch as it is run, with its padding on the right. Experiments change the run themselves
-            and refuse them.
+            batch as it is run, with its padding on the right. Questions of more passes change the
+            run themselves, and refuse them.
         loss: Function of (logits, batch) to one number a prompt, for metrics with a gradient;
             summed over prompts.
         gradient_checkpointing: For prompts too long for the memory: the pass with a gradient stores

@@ -15,7 +15,7 @@ from tests.support.printed_code import printed
 from tests.support.tiny_models import questions, tiny_gpt2
 
 QUIET: dict[str, Any] = {"resamples": 0, "progress": False}
-Suppression = printed("experiments.md", "Suppression")
+Suppression = printed("own_question.md", "Suppression")
 NAMES = ("question", "step", "answer")
 TOKENS = torch.tensor([[5, 9, 11, 3, 40, 7, 21, 8, 30], [0, 0, 17, 4, 25, 9, 60, 12, 33]])
 MASK = torch.tensor([[1] * 9, [0, 0, *[1] * 7]])

@@ -35,7 +35,7 @@ EXPERIMENTS: list[al.Question] = [
     SWEEP,
     al.Faithfulness(SCORES, subsets=8),
     ATTRIBUTION,
-    printed("experiments.md", "Suppression")(("label", "query")),
+    printed("own_question.md", "Suppression")(("label", "query")),
     al.IntegratedFlows(["label", "target"], steps=2),
     al.PrefixEffect(),
     al.ScoreParts(1, heads=0),

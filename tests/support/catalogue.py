@@ -245,7 +245,7 @@ def faithfulness(s: Scene) -> Any:
 
 def suppression(s: Scene, batches: list[al.PromptBatch]) -> Any:
     """The question of the documentation."""
-    asked = printed("experiments.md", "Suppression")(tuple(batches[0].segment_names))
+    asked = printed("own_question.md", "Suppression")(tuple(batches[0].segment_names))
     return ask(s.model, batches, asked, **s.quiet)
 
 

@@ -28,7 +28,7 @@ from tests.support.tiny_models import questions
 QUIET: dict[str, Any] = {"progress": False, "resamples": 20}
 
 
-@pytest.mark.parametrize("page", ["experiments.md", "metrics.md"])
+@pytest.mark.parametrize("page", ["own_question.md", "metrics.md"])
 def test_the_code_is_short_and_imports_no_private_name(page: str) -> None:
     code = blocks_of(ROOT / "docs" / page, "python")[0].code
     assert len([line for line in code.splitlines() if line.strip()]) <= 40
@@ -61,7 +61,7 @@ def divergence(model: Any, batch: al.PromptBatch, depth: int) -> torch.Tensor:
 @pytest.mark.slow("many passes")
 def test_the_experiment_equals_single_prompts(gpt2: Any) -> None:
     batches = questions(gpt2, 6, batch_size=2)
-    asked = printed("experiments.md", "DivergenceByDepth")
+    asked = printed("own_question.md", "DivergenceByDepth")
     record = ask(gpt2, batches, asked((1, 2)), **QUIET)
     expected = [
         torch.cat([divergence(gpt2, batch, depth) for batch in batches]).mean() for depth in (1, 2)
