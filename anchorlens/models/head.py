@@ -55,10 +55,16 @@ def _is_product(head: Any) -> bool:
 
 def _in_float32(head: Any, resid: Float[Tensor, "*rows d_model"]) -> Float[Tensor, "*rows vocab"]:
     """The logits of an unembedding: of torch, or of TransformerLens."""
+    weights, bias = weights_of(head)
+    logits: Tensor = _Logits.apply(resid, weights)
+    return logits + bias.float()
+
+
+def weights_of(head: Any) -> tuple[Float[Tensor, "vocab d_model"], Float[Tensor, " vocab"]]:
+    """The weights and biases of an unembedding."""
     is_torchs = isinstance(head, nn.Linear)
     weights, bias = (head.weight, head.bias) if is_torchs else (head.W_U.mT, head.b_U)
-    logits: Tensor = _Logits.apply(resid, weights)
-    return logits if bias is None else logits + bias.float()
+    return weights, weights.new_zeros(len(weights)) if bias is None else bias
 
 
 def head_in_float32(model: HookedModel) -> SafeContext[None]:

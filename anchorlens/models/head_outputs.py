@@ -195,11 +195,20 @@ class LinearNorm(NamedTuple):
     def without_bias(self, inputs: Tensor) -> Tensor:
         return self.centred(wide(inputs)) * self.factors
 
+    def given_back(self, direction: Tensor) -> Tensor:
+        """The direction of the inputs that adds most along a direction of the output."""
+        return self.centred(wide(direction) * self.factors)
+
     def acting(self) -> Callable[[Any, Any, Any], Tensor]:
         """A hook on the module that makes it linear."""
         return lambda module, inputs, output: (self.without_bias(inputs[0]) + self.bias).to(
             output.dtype
         )
+
+
+def no_norm(inputs: Tensor) -> LinearNorm:
+    """What gives out its inputs."""
+    return LinearNorm(torch.zeros_like(inputs.flatten(0, -2)[0]), False, torch.ones_like(inputs))
 
 
 @own_fact

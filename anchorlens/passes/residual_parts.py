@@ -1,10 +1,11 @@
-"""What the queries and keys of a layer are made of: the parts of the residual stream, norms held.
+"""What queries, keys and values of a layer are made of: parts of the residual stream, norms held.
 
 1. The residual stream before a layer is a sum: the embedding, and what the attention and the MLP of
    each layer before it added. Its attention may be told apart by heads.
 2. The norm before the attention, and norms of queries and keys, keep the divisors of the pass. Then
-   the layer itself maps each part to queries and keys: projections and rotations are linear.
-3. Both sums are compared with what the pass had. Where they differ, an error says so.
+   the layer itself maps each part to queries, keys and values: all of that is linear.
+3. What a head gives out reaches the logits by its output projection and the last norm.
+4. All sums are compared with what the pass had. Where they differ, an error says so.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -18,21 +19,24 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 
 from ..errors import ModelError
-from ..models.head_outputs import FrozenNorms, LinearNorm, separate_heads
+from ..models.head import weights_of
+from ..models.head_outputs import FrozenNorms, LinearNorm, no_norm, separate_heads
 from ..models.hooked import (
     Hook,
     HookedModel,
+    after_block,
     before_block,
     devices_of_layers,
     pattern_name,
     z_name,
 )
-from ..models.kinds import cached_heads, is_bridge
+from ..models.kinds import cached_heads, head_of, is_bridge
 from ..models.model_state import ModuleHook, added_hooks, replaced_methods
 from ..models.replaced_attention import Terms, attention_by
 from ..models.tiny_pass import in_a_line, is_own_mistake, relative_difference
 from ..models.twin import twin_of
 from ..prompts.batch import PromptBatch
+from ..system.devices import wide
 from .forward import run_pass
 
 _CURE = "load it without compatibility mode; al.head_effects and al.EdgeSweep take any attention"
@@ -42,20 +46,27 @@ _INPUTS = ("hidden_states", "query_input", "key_input", "value_input")
 
 @dataclass(frozen=True, eq=False)
 class ResidualParts:
-    """Queries and keys of some heads at some positions, as sums of parts.
+    """Queries, keys and values of some heads at some positions, as sums of parts.
 
     Attributes:
         layers: What each part is of: 0 the embedding, 2 n + 1 the attention of layer n (all of it;
             or each head, then what is of no head), 2 n + 2 its MLP, and the last the biases.
         queries: What each part gives to the queries, in the unit of scores.
         keys: What each part gives to the keys.
+        values: What each part gives to the values.
         pattern: The attention of these queries to these keys.
+        directions: How much the output of each head at the first query adds to the logit of its
+            answer, minus the mean of the others: a vector; None where this is not known.
+        unknown: Why it is not.
     """
 
     layers: Sequence[int]
     queries: Float[Tensor, "part batch head query d_head"]
     keys: Float[Tensor, "part batch head key d_head"]
+    values: Float[Tensor, "part batch head key d_value"]
     pattern: Float[Tensor, "batch head query key"]
+    directions: Float[Tensor, "batch head d_value"] | None
+    unknown: str
 
 
 @dataclass
@@ -111,6 +122,8 @@ def residual_parts(
     resid_pre = before_block(layer)
     points += [before_block(0), resid_pre]
     points += [z_name(n) for n in range(layer)] if by_head else []
+    last = after_block(len(model.blocks) - 1)  # type: ignore[attr-defined]
+    further = [z_name(layer), f"blocks.{layer}.{_ADDED[0]}"]
     if missing := [name for name in points if name not in model.hook_dict]:
         raise ModelError(
             f"the model has no hook point {missing[0]}, where a part of scores could be read; "
@@ -124,8 +137,15 @@ def residual_parts(
         places = rows[..., None], chosen[..., None], queries[:, None, :, None], keys[:, None, None]
         patterns.append(values.detach()[tuple(each.to(values.device) for each in places)].cpu())
 
+    def see_head(_: Any, inputs: Any, output: Any) -> None:
+        seen["unembedded"] = inputs[0].detach()
+
+    points += [name for name in further if name in model.hook_dict]
     observers: list[Hook] = [(name, partial(see, name)) for name in dict.fromkeys(points)]
-    observers.append((pattern_name(layer), see_pattern))
+    observers += [
+        (pattern_name(layer), see_pattern),
+        (last, lambda resid, hook: seen.update({last: resid.detach()})),
+    ]
     attention = model.blocks[layer].attn  # type: ignore[attr-defined]
 
     def recording(_: int, module: Any) -> Any:
@@ -142,15 +162,15 @@ def residual_parts(
     with (
         twin_of(model).suspended(),
         replaced_methods([attention], "forward", recording),
-        added_hooks(model, of_modules=norms.observers() if by_head else ()),
+        added_hooks(model, of_modules=[*norms.observers(), (head_of(model), see_head)]),
     ):
         run_pass(model, batch, observers=observers)
     try:
         layers, parts = _parts_of_residual(model, layer, call, seen, norms if by_head else None)
         operands = _linear_operands(model, layer, call, torch.stack(parts), seen[resid_pre])
-        of_queries, of_keys = (
+        of_queries, of_keys, of_values = (
             each.cpu()[:, rows, chosen, place[:, None]]
-            for each, place in zip(operands, ours, strict=True)
+            for each, place in zip(operands, (*ours, ours[1]), strict=True)
         )
         _require_attention(of_queries.sum(0) @ of_keys.sum(0).mT, patterns[0], call.soft_cap)
     except torch.OutOfMemoryError:
@@ -162,7 +182,58 @@ def residual_parts(
             f"the scores of layer {layer} cannot be told apart by parts: {in_a_line(error)}; "
             f"{_CURE}"
         ) from error
-    return ResidualParts((*layers, 2 * layer + 1), of_queries, of_keys, patterns[0])
+    directions, unknown = None, ""
+    try:
+        every = _directions(model, batch, layer, call, seen, norms, queries[:, 0])
+        directions = every.cpu()[:, list(heads)]
+    except torch.OutOfMemoryError:
+        raise
+    except Exception as error:
+        if is_own_mistake(error):
+            raise
+        unknown = in_a_line(error)
+    layers = [*layers, 2 * layer + 1]
+    return ResidualParts(layers, of_queries, of_keys, of_values, patterns[0], directions, unknown)
+
+
+def _directions(
+    model: Any,
+    batch: PromptBatch,
+    layer: int,
+    call: _Call,
+    seen: Mapping[str, Tensor],
+    norms: FrozenNorms,
+    queries: Int[Tensor, " batch"],
+) -> Float[Tensor, "batch head d_value"]:
+    """What the output of each head adds to logits, past no later layer; the last norm is held."""
+    points = z_name(layer), f"blocks.{layer}.{_ADDED[0]}"
+    if missing := [name for name in points if name not in seen]:
+        raise ModelError(f"the model has no hook point {missing[0]}")
+    after, out = norms.found.get(layer), seen[points[1]]
+    of_heads = _of_heads(model, layer, seen[z_name(layer)], after, call)
+    _require_sum(torch.stack(of_heads).sum(0), out, f"the attention of layer {layer}")
+    last, norm = seen[after_block(len(model.blocks) - 1)], getattr(model, "ln_final", None)
+    rows = torch.arange(len(batch), device=last.device)
+
+    def normed(columns: Tensor) -> tuple[Tensor, LinearNorm]:
+        resid = last[rows, columns.to(last.device)]
+        held = LinearNorm.of(norm, resid, norm.forward(resid)) if norm else no_norm(resid)
+        return held.without_bias(resid) + held.bias, held
+
+    unembedded, targets = seen["unembedded"], batch.target_positions
+    at_target = unembedded[:, 0] if unembedded.shape[1] == 1 else unembedded[rows, targets]
+    _require_sum(normed(targets)[0], wide(at_target), "what is unembedded")
+    output, held = normed(queries)
+    weights, bias = (each.detach() for each in weights_of(head_of(model)))
+    if batch.labels:
+        weights, bias = weights[batch.label_token_ids], bias[batch.label_token_ids]
+    answer = wide(weights[(output.to(weights) @ weights.mT + bias).argmax(1)])
+    others = (weights.sum(0, dtype=answer.dtype) - answer) / (len(weights) - 1)
+    direction = held.given_back((answer - others).to(held.factors)).to(out.device)
+    if after is not None:
+        factors = after.factors[rows.to(out.device), queries.to(out.device)]
+        direction = after._replace(factors=factors).given_back(direction)
+    return torch.einsum("hdm,bm->bhd", wide(model.blocks[layer].attn.W_O.detach()), direction)
 
 
 def _parts_of_residual(
@@ -208,13 +279,12 @@ def _of_heads(
 
 def _linear_operands(
     model: HookedModel, layer: int, call: _Call, parts: Tensor, resid: Tensor
-) -> tuple[Tensor, Tensor]:
-    """Queries and keys of each part, then of the biases: [part, batch, head, column, d_head]."""
+) -> list[Tensor]:
+    """Queries, keys, values of parts, then of the biases: [part, batch, head, column, d_head]."""
     block: Any = model.blocks[layer]  # type: ignore[attr-defined]
     hidden = call.at(call.hidden())
-    if torch.equal(hidden, resid):  # the norm comes after the attention
-        norm = LinearNorm(torch.zeros_like(hidden[0, 0]), False, torch.ones_like(hidden))
-    else:
+    norm = no_norm(hidden)
+    if not torch.equal(hidden, resid):  # where it is equal, the norm comes after the attention
         _require_sum(block.ln1.forward(resid), hidden, "what the norm before it gives out")
         norm = LinearNorm.of(block.ln1, resid, hidden)
     inner = [each for each in block.attn.modules() if "Norm" in type(each).__name__]
@@ -231,22 +301,23 @@ def _linear_operands(
     with added_hooks(model, of_modules=frozen):
         constant, *of_parts = _operands_of_inputs(model, layer, call, inputs)
     found = []
-    for k, what in enumerate(("queries", "keys")):
+    for k, what in enumerate(("queries", "keys", "values")):
         stacked = torch.stack([*(each[k] - constant[k] for each in of_parts), constant[k]])
         _require_sum(stacked.sum(0), whole[k], f"its {what}")
         found.append(stacked)
-    return found[0], found[1]
+    return found
 
 
 def _operands_of_inputs(
     model: HookedModel, layer: int, call: _Call, inputs: Iterable[Tensor]
-) -> list[tuple[Tensor, Tensor]]:
-    """Queries, in the unit of scores, and keys that the attention of a layer makes of inputs."""
-    found = list[tuple[Tensor, Tensor]]()
+) -> list[tuple[Tensor, Tensor, Tensor]]:
+    """Queries, in the unit of scores, keys and values that a layer makes of inputs."""
+    found = list[tuple[Tensor, Tensor, Tensor]]()
 
     def attend(_: int, queries: Tensor, keys: Tensor, values: Tensor, terms: Terms) -> Any:
-        of_heads = keys[:, cached_heads(model, keys.shape[1]).to(keys.device)]
-        found.append(((queries * terms.scale).detach(), of_heads.detach()))
+        heads = cached_heads(model, keys.shape[1]).to(keys.device)
+        operands = queries * terms.scale, keys[:, heads], values[:, heads]
+        found.append(tuple(each.detach() for each in operands))  # type: ignore[arg-type]
         call.soft_cap = terms.soft_cap
         raise _Found
 

@@ -25,6 +25,7 @@ from ..results.kinds import mean
 from ..results.record import Record
 from ..runs.passes import WHOLE, Passes
 from ..system.arguments import checked
+from ..system.warn import warn_user
 
 GROUPS = ("embedding", "attention", "MLPs", "biases")
 _MOST = 12  # parts that a figure shows
@@ -51,6 +52,11 @@ class ScorePartsRecord(Record):
         score_at_query: Its parts in the query, with whole keys.
         level: The mean score over the keys, which shares out no attention among them.
         attention: The attention to each key, from 0 to 1.
+        carried: What the head takes from each key adds to the logit of the answer at the query,
+            minus the mean of the other answers (of all tokens without label words): directly, past
+            no later layer, before a scale or cap of logits. Above 0 it speaks for the answer.
+        carries: ``carried`` of the key with the highest score.
+        carries_by_part: Its parts in the value of that key; they sum to ``carries``.
     """
 
     contrast: Float[Tensor, " head"] = mean("contrast", low=0)
@@ -63,6 +69,9 @@ class ScorePartsRecord(Record):
     score_at_query: Float[Tensor, "head key part"] = mean("score_at_query")
     level: Float[Tensor, " head"] = mean("level")
     attention: Float[Tensor, "head key"] = mean("attention", 0, 1)
+    carried: Float[Tensor, "head key"] = mean("carried")
+    carries: Float[Tensor, " head"] = mean("carries")
+    carries_by_part: Float[Tensor, "head part"] = mean("carries_by_part")
 
     caption: ClassVar[str] = (
         "Why a head looks where it looks: how far the score of the key that gets most attention is "
@@ -93,6 +102,8 @@ class ScorePartsRecord(Record):
             f"the others: {', '.join(groups)}. The largest part is {parts[largest]}: "
             f"{self.estimate('at_key', head, largest)}."
         )
+        if not self.carries[head].isnan():
+            sentence += f" What it takes there adds {self.estimate('carries', head)} to the answer."
         limits = f"{speaks_of(self.info)} Norms are held at their divisors."
         return Answer("By what does a head prefer a key?", sentence, limits)
 
@@ -148,7 +159,8 @@ class ScoreParts(Question):
 
     How to read:
         ``at_key`` says what of the attended key the query finds, ``at_query`` what looks for it,
-        ``pairs`` both. A part below 0 works against the key that is attended.
+        ``pairs`` both. A part below 0 works against the key that is attended. ``carries_by_part``
+        says what of it the head takes to the answer.
 
     Pitfalls:
         A part is what wrote, not why it wrote that: an MLP may have read what heads brought before.
@@ -217,6 +229,8 @@ class ScoreParts(Question):
                 f"in layer {layer} a query sees {int(seen.min())} of its {keys.shape[1]} keys, as "
                 "behind a window; choose a layer that sees them all, or nearer keys"
             )
+        if parts.unknown:
+            warn_user(f"what heads of layer {layer} carry is NaN: {parts.unknown}")
         return scores_of_parts(parts)
 
     def once(self, passes: Passes, contributions: Mapping[str, Tensor]) -> Mapping[str, Any]:
@@ -271,6 +285,11 @@ def scores_of_parts(parts: ResidualParts) -> dict[str, Tensor]:
         for each in (of_query, torch.einsum("bhk,pbhkd->pbhd", weight, of_keys))
     ]
     found = contrast(at_key)
+    directions, values = parts.directions, parts.values.double()
+    if directions is None:  # not known
+        directions = torch.full_like(values[0, :, :, 0], torch.nan)
+    carried = torch.einsum("bhk,bhd,pbhkd->bhkp", pattern.double(), directions.double(), values)
+    carries = (highest[..., None] * carried).sum(2)
     groups = torch.tensor(
         [_group(layer, max(parts.layers)) for layer in parts.layers], device="cpu"
     )
@@ -285,6 +304,9 @@ def scores_of_parts(parts: ResidualParts) -> dict[str, Tensor]:
         "score_at_query": at_query - at_query.nanmean(2, keepdim=True),
         "level": score.nanmean(-1),
         "attention": pattern.double(),
+        "carried": carried.sum(-1),
+        "carries": carries.sum(-1),
+        "carries_by_part": carries,
     }
 
 

@@ -138,6 +138,13 @@ NO_PARTS = {
     **{"Toy": OF_LENS, "Toy (one layer)": OF_LENS, "Toy (soft caps)": OF_LENS},
     "Toy (grouped keys)": OF_LENS,
 }
+# Heads do not sum to what the attention adds; ModernBERT has another layer before its unembedding.
+NOT_CARRIED = {
+    "BitNet": "the attention of layer 2 and the sum",
+    "Granite": "the attention of layer 2 and the sum",
+    "Gemma 4 (global keys)": "Cannot split",
+    "ModernBERT decoder": "what is unembedded",
+}
 NO_HEADS = ("BitNet", "Granite")  # a norm over all heads before W_O; a factor after it
 
 
@@ -163,8 +170,22 @@ def test_parts_of_scores_sum_to_the_attention(name: str, model: Any) -> None:
     cap = model.cfg.attn_scores_soft_cap or 0
     capped = cap * (scores / cap).tanh() if cap > 0 else scores
     log = found.pattern.double().log()
-    difference = (capped - capped[..., :1]) - (log - log[..., :1])
-    assert difference.abs().max() <= 1e-10 * max(1.0, float(scores.abs().max()))
+    apart = (capped - capped[..., :1]) - (log - log[..., :1])
+    assert apart.abs().max() <= 1e-10 * max(1.0, float(scores.abs().max()))
+    assert (found.directions is None) == (name in NOT_CARRIED)
+    assert NOT_CARRIED.get(name, "") in found.unknown
+    # Attention times values is what each head gives out, in the columns of its own prompt.
+    prompt, outputs = batch.prompt(0), list[Tensor]()
+    seen = prompt.attention_mask[0].nonzero().T
+    with frozen_in_eval_mode(model):
+        of_prompt = residual_parts(
+            model, prompt, layer, [0, 1], prompt.target_positions[:, None], seen, by_head=False
+        )
+        run_pass(model, prompt, observers=[(z_name(layer), lambda z, hook: outputs.append(z))])
+    z = separate_heads(outputs[0], model.cfg.n_heads)[0, prompt.target_positions, :2]
+    mixed = of_prompt.pattern[:, :, 0, None].double() @ of_prompt.values.sum(0).double()
+    is_mixed = name != "BitNet"  # whose norm comes before
+    assert (difference(mixed[:, :, 0], z) <= 1e-10) == is_mixed
 
 
 @pytest.mark.parametrize(("name", "kind"), cases("bridge", every_kind=()))

@@ -1,7 +1,8 @@
 """Parts of scores equal products of weights written out, and attention that was made by hand."""
 
 import copy
-from typing import Any
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -25,8 +26,20 @@ def near(batch: al.PromptBatch) -> Tensor:
     return (before > 0) & (before.flip(1).cumsum(1).flip(1) <= 5)
 
 
-def parts_of_llama(weights: Any, ids: Tensor, layer: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Queries and keys [part, head, position, d_head] and the pattern, by plain transformers."""
+class Plain(NamedTuple):
+    """Queries, keys and values [part, head, position, d_head], by plain transformers.
+
+    ``logits`` has what each part and key [part, head, key, token] gives to the logits of a query.
+    """
+
+    queries: Tensor
+    keys: Tensor
+    values: Tensor
+    pattern: Tensor
+    logits: Callable[[int], Tensor]
+
+
+def parts_of_llama(weights: Any, ids: Tensor, layer: int) -> Plain:
     seen, is_gemma = dict[Any, Any](), hasattr(weights.model.layers[0], "pre_feedforward_layernorm")
     handles = []
     for n, block in enumerate(weights.model.layers):
@@ -41,6 +54,11 @@ def parts_of_llama(weights: Any, ids: Tensor, layer: int) -> tuple[Tensor, Tenso
 
             handles.append(module.register_forward_hook(store))
 
+        def attended(module: Any, inputs: Any, output: Any, key: Any = ("attended", n)) -> None:
+            seen[key] = output[0]
+
+        handles.append(block.self_attn.register_forward_hook(attended))
+
         def before(module: Any, inputs: Any, output: Any, key: Any = ("norm", n)) -> None:
             seen[key] = inputs[0]
 
@@ -50,6 +68,8 @@ def parts_of_llama(weights: Any, ids: Tensor, layer: int) -> tuple[Tensor, Tenso
             seen[key] = kwargs["position_embeddings"]
 
         handles.append(block.self_attn.register_forward_pre_hook(called, with_kwargs=True))
+    final = weights.model.norm
+    handles.append(final.register_forward_pre_hook(lambda _, args: seen.update(last=args[0])))
     weights.config._attn_implementation = "eager"
     with torch.no_grad():
         pattern = weights(ids, output_attentions=True).attentions[layer][0]
@@ -76,8 +96,19 @@ def parts_of_llama(weights: Any, ids: Tensor, layer: int) -> tuple[Tensor, Tenso
     cos, sin = (each.double() for each in seen["rotation", layer])
     queries, keys = (apply_rotary_pos_emb(each, each, cos, sin)[0] for each in (queries, keys))
     groups = queries.shape[1] // keys.shape[1]
-    queries, keys = (queries * attention.scaling).detach(), keys.detach()
-    return queries, keys.repeat_interleave(groups, 1), pattern
+    values = projected(attention.v_proj, None)
+    keys, values = (each.detach().repeat_interleave(groups, 1) for each in (keys, values))
+
+    def logits(query: int) -> Tensor:
+        output = attention.o_proj.weight.unflatten(1, (-1, attention.head_dim))  # [d, head, d_head]
+        of_keys = pattern[:, query, :, None].double() * values
+        written = torch.einsum("phkd,mhd->phkm", of_keys, output)
+        if is_gemma:
+            whole = seen["attended", layer][0, query]
+            written = held(written, whole, block.post_attention_layernorm)
+        return (held(written, seen["last"][0, query], final) @ weights.lm_head.weight.T).detach()
+
+    return Plain((queries * attention.scaling).detach(), keys, values, pattern, logits)
 
 
 @pytest.mark.parametrize("make", [tiny_llama, tiny_gemma3])
@@ -86,7 +117,7 @@ def test_parts_equal_products_of_weights(make: Any, byte_level: Any) -> None:
     copied = copy.deepcopy(weights)  # without the wrappers of a bridge
     model = al.prepare_model(boot(weights, byte_level))
     batch, layer = one_prompt(model), 1
-    queries, keys, pattern = parts_of_llama(copied, batch.tokens, layer)
+    queries, keys, _, pattern, _ = parts_of_llama(copied, batch.tokens, layer)
     record = ask(model, [batch], al.ScoreParts(layer, heads=[0, 1]), **QUIET)
     target, anchors = int(batch.target_positions), batch.label_positions[0]
     for place, head in enumerate((0, 1)):
@@ -111,6 +142,67 @@ def test_parts_equal_products_of_weights(make: Any, byte_level: Any) -> None:
         expected = torch.stack([groups[0], groups[1::2].sum(), groups[2::2].sum(), 0 * groups[0]])
         assert (record.of_groups[place] - expected).abs().max() <= limit
         assert not record.pairs[place, -1].any() and not record.at_key[place, -1].any()  # no biases
+
+
+@pytest.mark.parametrize("make", [tiny_llama, tiny_gemma3])
+@pytest.mark.parametrize("has_labels", [True, False])
+def test_what_an_edge_carries_equals_products_of_weights(
+    make: Any, has_labels: bool, byte_level: Any
+) -> None:
+    weights = make(len(byte_level)).double()
+    copied = copy.deepcopy(weights)
+    model = al.prepare_model(boot(weights, byte_level))
+    batch, layer = one_prompt(model), 1
+    asked = al.ScoreParts(layer, keys=near)
+    if not has_labels:
+        text = model.tokenizer.decode(batch.tokens[0])
+        [batch] = al.build_segments(model.tokenizer, [[("text", text)]])
+    plain, target = parts_of_llama(copied, batch.tokens, layer), int(batch.target_positions)
+    record = ask(model, [batch], asked, **QUIET)
+    with torch.no_grad():
+        logits = copied(batch.tokens).logits[0, target]
+    words = batch.label_token_ids if has_labels else torch.arange(len(logits))
+    answer = int(logits[words].argmax())
+    others = torch.arange(len(words)) != answer
+    given = plain.logits(target)[..., near(batch)[0], :][..., words]
+    expected = given[..., answer] - given[..., others].mean(-1)  # [part, head, key]
+    limit = 1e-6 * float(expected.sum(0).abs().max())
+    assert limit > 0 and (record.carried - expected.sum(0)).abs().max() <= limit
+    for head in range(model.cfg.n_heads):
+        key = int(record.score[head].argmax())
+        assert (record.carries_by_part[head, :-1] - expected[:, head, key]).abs().max() <= limit
+        assert (record.carries[head] - expected[:, head, key].sum()).abs() <= limit
+
+
+def test_what_an_edge_carries_past_centred_norms_and_biases(byte_level: Any) -> None:
+    weights = tiny_gpt2(len(byte_level)).double()
+    copied = copy.deepcopy(weights)
+    model = al.prepare_model(boot(weights, byte_level))
+    batch, layer = one_prompt(model), 1
+    asked, target = al.ScoreParts(layer, keys=near), int(batch.target_positions)
+    record = ask(model, [batch], asked, **QUIET)
+    seen: dict[str, Tensor] = {}
+    transformer, width = copied.transformer, copied.config.n_embd
+    attention = transformer.h[layer].attn
+    attention.c_attn.register_forward_hook(lambda _, args, out: seen.update(qkv=out[0]))
+    transformer.ln_f.register_forward_pre_hook(lambda _, args: seen.update(last=args[0][0]))
+    copied.config._attn_implementation = "eager"
+    with torch.no_grad():
+        out = copied(batch.tokens, output_attentions=True)
+        values = seen["qkv"][:, 2 * width :].unflatten(1, (copied.config.n_head, -1))
+        mixed = out.attentions[layer][0, :, target, :, None] * values.transpose(0, 1)
+        output = attention.c_proj.weight.unflatten(0, (copied.config.n_head, -1))
+        written = torch.einsum("hkd,hdm->hkm", mixed, output)
+        written = written - written.mean(-1, keepdim=True)
+        divisor = (seen["last"][target].var(correction=0) + transformer.ln_f.eps).sqrt()
+        words = copied.lm_head.weight[batch.label_token_ids]
+        given = (written / divisor * transformer.ln_f.weight) @ words.T
+        answer = int(out.logits[0, target, batch.label_token_ids].argmax())
+    others = torch.arange(len(words)) != answer
+    expected = (given[..., answer] - given[..., others].mean(-1))[:, near(batch)[0]]
+    assert expected.abs().max() > 0
+    assert (record.carried - expected).abs().max() <= 1e-9 * expected.abs().max()
+    assert (record.carries_by_part.sum(1) - record.carries).abs().max() <= 1e-12
 
 
 def test_heads_of_a_layer_sum_to_its_part_and_all_parts_to_the_contrast(exact_model: Any) -> None:
