@@ -538,9 +538,11 @@ def stacked(*figures: go.Figure) -> go.Figure:
         number += 1
         x, y, name = f"x{number}", f"y{number}", f"legend{number}"
         figure.add_traces(go.Figure(lower).update_traces(xaxis=x, yaxis=y, legend=name).data)
+        named_above = {shape.name for shape in figure.layout.shapes if shape.showlegend}
         for line in lower.layout.shapes:
             at = {"xref": line.xref.replace("x", x), "yref": line.yref.replace("y", y)}
-            figure.add_shape(line, **at, legend=name)
+            is_new = bool(line.showlegend) and line.name not in named_above
+            figure.add_shape(line, **at, legend=name, showlegend=is_new)
         for note in lower.layout.annotations:
             at = {"xref": note.xref.replace("x", x), "yref": note.yref.replace("y", y)}
             figure.add_annotation(note, **at)

@@ -297,6 +297,7 @@ def test_figures_say_which_layers_have_no_number(results: Any, hybrid: Any, batc
     for figure in (results["saliency_flows"].plot(), results["label_heads"].plot()):
         named = [shape for shape in figure.layout.shapes if shape.name == "no number"]
         assert {(shape.x0 + shape.x1) / 2 for shape in named} == {0, 2}
+        assert sum(bool(shape.showlegend) for shape in named) == 1
     prompt = al.plot_prompt(hybrid, batches[0])
     assert prompt.layer_names() == ["1", "3"] and "attention in 2 of 4 layers" in prompt.source
     panels = [panel.text for panel in prompt.figure().layout.annotations]
