@@ -34,7 +34,7 @@ from ..system.warn import warn_user
 
 SEEDS = (0, 1, 2)
 PROMPTS = 12  # as many as anchor distances need
-DRAWING = 600  # tokens, in a run of the metrics, that take as long as drawing weights does
+DRAWING = 1500  # tokens, in a run of the metrics, that take as long as drawing weights does
 MOST_PARAMETERS = 300_000_000  # a second model of so many takes 1.2 GB in float32
 
 

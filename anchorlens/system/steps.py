@@ -3,8 +3,8 @@
 1. ``planned`` names the steps and what each costs beside the others; a step may be planned, too.
 2. ``step`` begins one of them. A ``Bar`` that is made inside has its name.
 3. With each update the bar says how much of all work is done and how long the rest takes: as long
-   for each unit of cost as what has run so far. What a step does before its first bar, such as
-   comparisons of a new model, happens once and says nothing of the other steps.
+   for each unit of cost as what has run so far. What happens before the first bar, such as
+   comparisons of a new model, happens once and says nothing of the rest.
 """
 
 import sys
@@ -35,7 +35,7 @@ class Step:
         inner: The steps in it, in order.
         bar: The last bar in it.
         began: When it began; None before.
-        before_bars: Seconds of it before its first bar.
+        before_bars: Seconds of it before the first bar of all.
         seconds: How long it took; None before its end.
         told: The seconds of all of it that were said last; None before.
     """
@@ -151,9 +151,11 @@ class Bar(tqdm):
         step = None if options.get("disable") else _running.get()
         self.step = step if step is not None and not step.inner else None
         if self.step is not None:
-            if self.step.bar is None:
+            whole = self.step.path()[0]
+            if whole.bar is None:
                 self.step.before_bars = self.step.elapsed
-            self.step.bar, title = self, self.step.title()
+            whole.bar = self.step.bar = self
+            title = self.step.title()
         super().__init__(desc=printable(title), **options)
         self.begun, self.has_told = perf_counter(), False
 
