@@ -11,6 +11,7 @@ from torch import Tensor
 
 import anchorlens as al
 from anchorlens.questions.faithfulness import default_scores
+from anchorlens.results.estimate import in_digits
 from benchmarks.known_answers import (
     COLUMNS,
     KNOWN,
@@ -108,6 +109,48 @@ def test_scores_are_those_of_faithfulness(known: Known) -> None:
     assert {*given} | {"integrated", "ScoreParts"} == ours.keys()
     for number, name in enumerate(given):
         assert (record.scores[number] - ours[name]).abs().max() < 1e-6, name
+
+
+@each_model
+def test_what_the_answer_rests_on_is_told_with_what_it_loses(known: Known) -> None:
+    weights, texts = known.weights(), {name: text for name, text in known.prompt if name}
+    options: dict[str, Any] = {"segments": [*texts], "answer": "answer"}
+    whole = log_odds(weights, known)
+    lost = {name: whole - log_odds(weights, known, removed=[name]) for name in texts}
+    model = al.load_model(known.weights(), tokenizer=tokenizer())
+    [batch] = al.build_segments(model.tokenizer, [[*known.prompt, ("answer", " y")]])
+
+    def answered(subsets: int, **scores: Any) -> tuple[Any, Any]:
+        """The record, and its row of the prompt."""
+        asked = al.Faithfulness(scores, subsets=subsets, **options)
+        record = al.run(model, [batch], [asked], progress=False, resamples=0)[asked.name]
+        [row] = record.rests_on().reset_index().to_dict("records")
+        assert in_digits(row["value"]) in str(record.rests_on())
+        return record, row
+
+    record, row = answered(4, alone=al.subsets.one_by_one)
+    assert max(lost.values()) - lost[row["segment"]] < 1e-9
+    assert row["lost"] == row["value"] == pytest.approx(lost[row["segment"]], abs=1e-9)
+    named = f'on {row["segment"]} by the score alone, "{texts[row["segment"]].strip()}": without'
+    begin = f'Prompt 0, "{row["query"]}": the answer "y" rests'
+    change = f"fall by {in_digits(row['lost'])}"
+    if known.name == "two redundant paths":
+        begin, change = f"{begin} on no single segment;", "stay the same"
+    assert record.answer("").prompts == [f"{begin} most {named} it, its log-odds {change}."]
+
+    last = {"last": lambda _: torch.eye(len(texts))[-1:]}
+    record, row = answered(4, **last)
+    end = (
+        f'on {[*texts][-1]} by the score last, "{texts[[*texts][-1]].strip()}": its score is 1.00.'
+    )
+    assert record.answer("").prompts[0].endswith(end)
+    record, row = answered(4, **last, other=al.subsets.one_by_one)
+    best = int(record.lds[:2].nan_to_num(-2).argmax())
+    assert row["score"] == ("last", "other")[best]
+    assert row["value"] == record.scores_of_prompts[0, best].max()
+    assert row["lost"] == pytest.approx(lost[row["segment"]], abs=1e-9)
+    record, row = answered(0, **last, other=al.subsets.one_by_one)  # without a test
+    assert row["score"] == "last" and record.answer("") is None
 
 
 def test_grades() -> None:

@@ -6,10 +6,10 @@
 3. LDS and drop compare both, beside those of random scores and of the best possible ones.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, replace
 from itertools import combinations
-from math import comb
+from math import comb, isnan
 from typing import Any, ClassVar
 
 import pandas as pd
@@ -26,6 +26,7 @@ from ..ablation.removal import edges as cut_edges
 from ..ablation.segment_scores import AnyScore, ScoresOfBatch, SegmentScores
 from ..errors import AnchorlensError, MetricError
 from ..metrics import weights
+from ..metrics.predictions import predicted_class
 from ..metrics.question import Further, Question
 from ..metrics.segment_flows import SegmentFlows
 from ..metrics.segment_rollout import SegmentRollout
@@ -35,12 +36,14 @@ from ..prompts.named_segments import SegmentsOfBatch
 from ..prompts.random_edges import draw_generator
 from ..results import figures
 from ..results.answer import Answer, cannot_tell, listed, speaks_of
+from ..results.estimate import in_digits
 from ..results.figure_parts import with_ends
 from ..results.kinds import mean, of_prompts
 from ..results.record import Record
 from ..results.text_frame import TextFrame
 from ..runs.checks import possible
 from ..runs.passes import Passes
+from ..runs.study import order_of_queries
 from ..system.arguments import checked
 from ..system.processes import is_main
 from ..system.rounding import all_equal, highest, ranks, rounding_of
@@ -56,6 +59,7 @@ _ADDS = (
 _RANDOM_SCORES = 20  # of a prompt, whose mean LDS is that of random scores
 MOST_CHOICES = 100  # of the segments to remove, all of which run to find the best one
 FEWEST = 3  # segments, and subsets of them, that a rank correlation needs
+_FIRST, _SHORT = 4, 60  # prompts of which the words are kept, and characters of each text
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -145,21 +149,49 @@ class FaithfulnessRecord(Record):
         return "0" if is_from_itself else str(self.estimate(field, number))
 
     @checked
+    def rests_on(self) -> TextFrame:
+        """The segment on which each of the first answers rests most.
+
+        It is that of the highest score: of the score with the highest LDS, else with the highest
+        drop, and without a test of the first score.
+
+        Returns:
+            A row for each prompt that has an answer: ``query``, ``answer``, ``score``, ``segment``
+            and ``text``, which is the beginning of the segment; ``value`` of the score, and what
+            the log-odds of the answer have ``lost`` without the segment, NaN where segments were
+            not removed one by one. No row if the model has no tokenizer.
+        """
+        names, rows = list(self.axis_names("score") or ()), dict[int, dict[str, Any]]()
+        ranked = self.drop if self.lds.isnan().all() else self.lds
+        best = int(ranked[: len(names) - 2 * self.is_tested].nan_to_num(-torch.inf).argmax())
+        removed = self.info.get("one_by_one")
+        for words in self.info.get("first_prompts", ()):
+            scores = self.scores_of_prompts[words["prompt"]]
+            if not scores[best].isnan().any():
+                k = int(scores[best].argmax())
+                row = {"query": words["query"], "answer": words["answer"], "score": names[best]}
+                row |= {"segment": (self.axis_names("segment") or ())[k], "text": words["texts"][k]}
+                lost = scores[names.index(removed), k] if removed else torch.nan
+                rows[words["prompt"]] = row | {"value": float(scores[best, k]), "lost": float(lost)}
+        return TextFrame.from_dict(rows, orient="index").rename_axis("prompt")
+
+    @checked
     def answer(self, unable: str) -> Answer | None:
         """Which scores tell more than random ones what the answer loses without a segment.
 
-        By LDS, or by drop where no prompt has an LDS. Only intervals that do not meet count.
+        By LDS, or by drop where no prompt has an LDS. Only intervals that do not meet count. Scores
+        explain the predicted label, right or wrong: a low accuracy is among the limits.
         """
         if not self.is_tested:
             return None
         limits = f"{speaks_of(self.info)} It is about this way of removing segments."
         if left_out := self.info.get("left_out"):
             limits = f"Some prompts are left out: {left_out}. {limits}"
+        if unable and self.info.get("answer") is None:
+            limits += f" Scores explain the predicted label, right or wrong: {unable}."
         asked = "Which scores say what the answer loses without a segment?"
         field = "drop" if self.lds.isnan().all() else "lds"
         what = "drop in nats" if field == "drop" else "rank correlation with what removals do (LDS)"
-        if unable and self.info.get("labels"):  # a text that the model wrote needs no ability
-            return Answer(asked, cannot_tell(unable), limits)
         if getattr(self, field).isnan().all():
             return Answer(asked, cannot_tell(self._missing(field, -2, BY_CHANCE)), limits)
         *scores, random, best = (self.estimate(field, k) for k in range(len(self.lds)))
@@ -175,8 +207,9 @@ class FaithfulnessRecord(Record):
             less = "not clearly more" if above else "none is clearly above random scores"
             told.append(f"{less}: {listed([texts[k] for k in rest])}")
         sentence = f"By {what}, {'; '.join(told)}. Random scores have {random}"
-        number = scores[order[0]]
-        return Answer(asked, f"{sentence}, the best possible ones {best}.", limits, number)
+        first = [_in_words(row) for row in self.rests_on().itertuples()]
+        sentence += f", the best possible ones {best}."
+        return Answer(asked, sentence, limits, scores[order[0]], prompts=first)
 
     def _missing(self, field: str, number: int, name: str) -> str:
         """Why a score lacks this number."""
@@ -218,6 +251,18 @@ class FaithfulnessRecord(Record):
         if known != panels:
             figure.update_layout(meta={"caption": f"{self.caption} {missing}"})
         return figure.update_traces(marker_color=colors).update_layout(showlegend=False)
+
+
+def _in_words(row: Any) -> str:
+    """On what an answer rests, of a row of ``rests_on``."""
+    told = f'Prompt {row.Index}, "{row.query}": the answer "{row.answer}" rests '
+    named = f'{row.segment} by the score {row.score}, "{row.text}"'
+    if isnan(row.lost):
+        return f"{told}most on {named}: its score is {in_digits(row.value)}."
+    told += "on no single segment; most on" if row.lost < 0.01 else "most on"
+    change = f"{'fall' if row.lost > 0 else 'rise'} by {in_digits(abs(row.lost))}"
+    change = "stay the same" if abs(row.lost) < 0.01 else change
+    return f"{told} {named}: without it, its log-odds {change}."
 
 
 @checked
@@ -415,6 +460,9 @@ class _Compared(Question):
         answers = Answers.of(self.scores.ablation, passes, batch)
         of_batch = self.comparison.contributions(answers, self.scores.of(answers, observed))
         count = answers.count + bool(self.scores.metrics)
+        if self.scores.ablation.answer is None:
+            scores = batch.label_scores(passes.clean(batch))
+            of_batch["predicted"] = predicted_class(scores).cpu()
         return of_batch | {"passes": torch.full_like(of_batch["log_prob"], count)}
 
     def once(self, passes: Passes, contributions: Mapping[str, Tensor]) -> Mapping[str, Any]:
@@ -427,7 +475,37 @@ class _Compared(Question):
         info["passes"] = float(contributions["passes"].mean())  # of a prompt
         info["not_possible"] = self.not_possible
         info["reasons"] = self.comparison.reasons(names, contributions)
+        of_one = [name for name in names if self.scores.scores[name] is draws.one_by_one]
+        info["one_by_one"] = of_one[0] if of_one else None
+        info["first_prompts"] = [*self._first_prompts(passes, contributions)]
         return {"info": info}
+
+    def _first_prompts(
+        self, passes: Passes, contributions: Mapping[str, Tensor]
+    ) -> Iterator[dict[str, Any]]:
+        """The words of the first prompts that have an answer: query, answer and segments."""
+        tokenizer: Any = getattr(passes.model, "tokenizer", None)
+        ablation, given = self.scores.ablation, contributions["is_given"].nonzero()[:_FIRST, 0]
+        rows = [(batch, row) for batch in passes.batches for row in range(len(batch))]
+        order = order_of_queries(passes.batches).tolist()
+
+        def text_of(ids: Any) -> str:
+            text = " ".join(tokenizer.decode(ids, skip_special_tokens=True).split())
+            return text if len(text) <= _SHORT else f"{text[: _SHORT - 1]}…"
+
+        for number in given.tolist() if tokenizer else ():
+            batch, row = rows[order[number]]
+            prompt = batch.prompt(row)
+            segments, positions = ablation.segments.positions(prompt)[0], prompt.positions
+            last = ablation.predicting(prompt)[0].long().argmax()
+            query = (positions > (segments * positions).max()) & (positions <= last)
+            texts = [text_of(prompt.tokens[0, part]) for part in (query, *segments)]
+            if ablation.answer is None:
+                labels = prompt.labels or [*map(text_of, prompt.label_token_ids)]
+                answer = labels[int(contributions["predicted"][number])].strip()
+            else:
+                answer = text_of(ablation.tokens(prompt)[0])
+            yield {"prompt": number, "answer": answer, "query": texts[0], "texts": texts[1:]}
 
 
 def default_scores() -> dict[str, AnyScore]:
