@@ -9,7 +9,7 @@
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, replace
 from itertools import combinations
-from math import comb, isnan
+from math import comb, isnan, nan
 from typing import Any, ClassVar
 
 import pandas as pd
@@ -150,37 +150,30 @@ class FaithfulnessRecord(Record):
 
     @checked
     def rests_on(self) -> TextFrame:
-        """The segment on which each of the first answers rests most.
+        """On which segment each of the first answers rests most: a row for each prompt.
 
-        It is that of the highest score: of the score with the highest LDS, else with the highest
-        drop, and without a test of the first score.
-
-        Returns:
-            A row for each prompt that has an answer: ``query``, ``answer``, ``score``, ``segment``
-            and ``text``, which is the beginning of the segment; ``value`` of the score, and what
-            the log-odds of the answer have ``lost`` without the segment, NaN where segments were
-            not removed one by one. No row if the model has no tokenizer.
+        The segment has the highest value of the score with the highest LDS (or drop, where there is
+        no LDS; without a test, of the first score). ``lost`` is what the log-odds of the answer
+        lose without it, NaN if segments were not removed one by one. No rows without a tokenizer.
         """
-        names, rows = list(self.axis_names("score") or ()), dict[int, dict[str, Any]]()
+        names, rows = [*(self.axis_names("score") or ())], dict[int, dict[str, Any]]()
         ranked = self.drop if self.lds.isnan().all() else self.lds
         best = int(ranked[: len(names) - 2 * self.is_tested].nan_to_num(-torch.inf).argmax())
-        removed = self.info.get("one_by_one")
-        for words in self.info.get("first_prompts", ()):
-            scores = self.scores_of_prompts[words["prompt"]]
-            if not scores[best].isnan().any():
-                k = int(scores[best].argmax())
+        for number, words in self.info.get("first_prompts", {}).items():
+            of_score = dict(zip(names, self.scores_of_prompts[int(number)].tolist(), strict=True))
+            values, lost = of_score[names[best]], of_score.get(self.info["one_by_one"])
+            if not any(map(isnan, values)):
+                k = max(range(len(values)), key=values.__getitem__)
                 row = {"query": words["query"], "answer": words["answer"], "score": names[best]}
                 row |= {"segment": (self.axis_names("segment") or ())[k], "text": words["texts"][k]}
-                lost = scores[names.index(removed), k] if removed else torch.nan
-                rows[words["prompt"]] = row | {"value": float(scores[best, k]), "lost": float(lost)}
+                rows[int(number)] = row | {"value": values[k], "lost": lost[k] if lost else nan}
         return TextFrame.from_dict(rows, orient="index").rename_axis("prompt")
 
     @checked
     def answer(self, unable: str) -> Answer | None:
         """Which scores tell more than random ones what the answer loses without a segment.
 
-        By LDS, or by drop where no prompt has an LDS. Only intervals that do not meet count. Scores
-        explain the predicted label, right or wrong: a low accuracy is among the limits.
+        By LDS, or by drop where no prompt has an LDS. Only intervals that do not meet count.
         """
         if not self.is_tested:
             return None
@@ -461,8 +454,7 @@ class _Compared(Question):
         of_batch = self.comparison.contributions(answers, self.scores.of(answers, observed))
         count = answers.count + bool(self.scores.metrics)
         if self.scores.ablation.answer is None:
-            scores = batch.label_scores(passes.clean(batch))
-            of_batch["predicted"] = predicted_class(scores).cpu()
+            of_batch["predicted"] = predicted_class(batch.label_scores(passes.clean(batch))).cpu()
         return of_batch | {"passes": torch.full_like(of_batch["log_prob"], count)}
 
     def once(self, passes: Passes, contributions: Mapping[str, Tensor]) -> Mapping[str, Any]:
@@ -475,37 +467,32 @@ class _Compared(Question):
         info["passes"] = float(contributions["passes"].mean())  # of a prompt
         info["not_possible"] = self.not_possible
         info["reasons"] = self.comparison.reasons(names, contributions)
-        of_one = [name for name in names if self.scores.scores[name] is draws.one_by_one]
-        info["one_by_one"] = of_one[0] if of_one else None
-        info["first_prompts"] = [*self._first_prompts(passes, contributions)]
+        of_one = (name for name in names if self.scores.scores[name] is draws.one_by_one)
+        info["one_by_one"] = next(of_one, None)
+        info["first_prompts"] = dict(self._first_prompts(passes, contributions))
         return {"info": info}
 
-    def _first_prompts(
-        self, passes: Passes, contributions: Mapping[str, Tensor]
-    ) -> Iterator[dict[str, Any]]:
+    def _first_prompts(self, passes: Passes, found: Mapping[str, Tensor]) -> Iterator[Any]:
         """The words of the first prompts that have an answer: query, answer and segments."""
         tokenizer: Any = getattr(passes.model, "tokenizer", None)
-        ablation, given = self.scores.ablation, contributions["is_given"].nonzero()[:_FIRST, 0]
         rows = [(batch, row) for batch in passes.batches for row in range(len(batch))]
-        order = order_of_queries(passes.batches).tolist()
+        order, ablation = order_of_queries(passes.batches).tolist(), self.scores.ablation
 
         def text_of(ids: Any) -> str:
             text = " ".join(tokenizer.decode(ids, skip_special_tokens=True).split())
             return text if len(text) <= _SHORT else f"{text[: _SHORT - 1]}…"
 
-        for number in given.tolist() if tokenizer else ():
+        for number in found["is_given"].nonzero()[:_FIRST, 0].tolist() if tokenizer else ():
             batch, row = rows[order[number]]
             prompt = batch.prompt(row)
             segments, positions = ablation.segments.positions(prompt)[0], prompt.positions
             last = ablation.predicting(prompt)[0].long().argmax()
             query = (positions > (segments * positions).max()) & (positions <= last)
             texts = [text_of(prompt.tokens[0, part]) for part in (query, *segments)]
-            if ablation.answer is None:
-                labels = prompt.labels or [*map(text_of, prompt.label_token_ids)]
-                answer = labels[int(contributions["predicted"][number])].strip()
-            else:
-                answer = text_of(ablation.tokens(prompt)[0])
-            yield {"prompt": number, "answer": answer, "query": texts[0], "texts": texts[1:]}
+            written = ablation.tokens(prompt)
+            labels = prompt.labels or [*map(text_of, prompt.label_token_ids)]
+            answer = text_of(written[0]) if written else labels[int(found["predicted"][number])]
+            yield str(number), {"query": texts[0], "answer": answer.strip(), "texts": texts[1:]}
 
 
 def default_scores() -> dict[str, AnyScore]:
