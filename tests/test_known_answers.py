@@ -128,29 +128,31 @@ def test_what_the_answer_rests_on_is_told_with_what_it_loses(known: Known) -> No
         assert in_digits(row["value"]) in str(record.rests_on())
         return record, row
 
-    record, row = answered(4, alone=al.subsets.one_by_one)
-    assert max(lost.values()) - lost[row["segment"]] < 1e-9
-    assert row["lost"] == row["value"] == pytest.approx(lost[row["segment"]], abs=1e-9)
-    named = f'on {row["segment"]} by the score alone, "{texts[row["segment"]].strip()}": without'
-    begin = f'Prompt 0, "{row["query"]}": the answer "y" rests'
-    change = f"fall by {in_digits(row['lost'])}"
-    if known.name == "two redundant paths":
-        begin, change = f"{begin} on no single segment;", "stay the same"
-    assert record.answer("").prompts == [f"{begin} most {named} it, its log-odds {change}."]
+    last: dict[str, Any] = {"last": lambda _: torch.eye(len(texts))[-1:]}
+    for others in (dict[str, Any](), last):
+        record, row = answered(4, **others, alone=al.subsets.one_by_one)
+        assert max(lost.values()) - lost[row["segment"]] < 1e-9
+        assert row["value"] == pytest.approx(lost[row["segment"]], abs=1e-9)
+        assert (row["prompt"], row["answer"]) == (0, "y") and row["score"] == "alone"
+        assert row["text"] == texts[row["segment"]].strip()
+        told = f'most on {row["segment"]}, "{row["text"]}": without it, its log-odds fall by '
+        told += f"{in_digits(row['value'])}."
+        if known.name == "two redundant paths":
+            told = "on no single segment: without any one, its log-odds do not fall."
+        told = f'Prompt 0, "{row["query"]}": the answer "y" rests {told}'
+        assert record.answer("").prompts == [told]
 
-    last = {"last": lambda _: torch.eye(len(texts))[-1:]}
+    # Where nothing was removed one by one, of the score with the highest LDS.
+    end = [*texts][-1]
     record, row = answered(4, **last)
-    end = (
-        f'on {[*texts][-1]} by the score last, "{texts[[*texts][-1]].strip()}": its score is 1.00.'
-    )
-    assert record.answer("").prompts[0].endswith(end)
-    record, row = answered(4, **last, other=al.subsets.one_by_one)
+    told = f'on {end}, "{texts[end].strip()}", which has the highest score by last, 1.00.'
+    assert record.answer("").prompts[0].endswith(told)
+    record, row = answered(4, **last, other=al.subsets.shapley())
     best = int(record.lds[:2].nan_to_num(-2).argmax())
     assert row["score"] == ("last", "other")[best]
     assert row["value"] == record.scores_of_prompts[0, best].max()
-    assert row["lost"] == pytest.approx(lost[row["segment"]], abs=1e-9)
-    record, row = answered(0, **last, other=al.subsets.one_by_one)  # without a test
-    assert row["score"] == "last" and record.answer("") is None
+    record, row = answered(0, other=al.subsets.shapley(), **last)  # without a test
+    assert row["score"] == "other" and record.answer("") is None
 
 
 def test_grades() -> None:

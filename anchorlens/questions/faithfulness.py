@@ -9,7 +9,7 @@
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, replace
 from itertools import combinations
-from math import comb, isnan, nan
+from math import comb, isnan
 from typing import Any, ClassVar
 
 import pandas as pd
@@ -152,21 +152,22 @@ class FaithfulnessRecord(Record):
     def rests_on(self) -> TextFrame:
         """On which segment each of the first answers rests most: a row for each prompt.
 
-        The segment has the highest value of the score with the highest LDS (or drop, where there is
-        no LDS; without a test, of the first score). ``lost`` is what the log-odds of the answer
-        lose without it, NaN if segments were not removed one by one. No rows without a tokenizer.
+        The segment has the highest ``value`` of a score. If segments were removed one by one, that
+        is what the log-odds of the answer lose without it; otherwise the score is that of the
+        highest LDS (or drop, where there is no LDS; the first one without a test). No rows if the
+        model has no tokenizer.
         """
         names, rows = [*(self.axis_names("score") or ())], dict[int, dict[str, Any]]()
         ranked = self.drop if self.lds.isnan().all() else self.lds
         best = int(ranked[: len(names) - 2 * self.is_tested].nan_to_num(-torch.inf).argmax())
+        score = self.info.get("one_by_one") or names[best]
         for number, words in self.info.get("first_prompts", {}).items():
-            of_score = dict(zip(names, self.scores_of_prompts[int(number)].tolist(), strict=True))
-            values, lost = of_score[names[best]], of_score.get(self.info["one_by_one"])
+            values = self.scores_of_prompts[int(number), names.index(score)].tolist()
             if not any(map(isnan, values)):
                 k = max(range(len(values)), key=values.__getitem__)
-                row = {"query": words["query"], "answer": words["answer"], "score": names[best]}
+                row = {"query": words["query"], "answer": words["answer"], "score": score}
                 row |= {"segment": (self.axis_names("segment") or ())[k], "text": words["texts"][k]}
-                rows[int(number)] = row | {"value": values[k], "lost": lost[k] if lost else nan}
+                rows[int(number)] = row | {"value": values[k]}
         return TextFrame.from_dict(rows, orient="index").rename_axis("prompt")
 
     @checked
@@ -200,9 +201,19 @@ class FaithfulnessRecord(Record):
             less = "not clearly more" if above else "none is clearly above random scores"
             told.append(f"{less}: {listed([texts[k] for k in rest])}")
         sentence = f"By {what}, {'; '.join(told)}. Random scores have {random}"
-        first = [_in_words(row) for row in self.rests_on().itertuples()]
+        first = [self._in_words(row) for row in self.rests_on().itertuples()]
         sentence += f", the best possible ones {best}."
         return Answer(asked, sentence, limits, scores[order[0]], prompts=first)
+
+    def _in_words(self, row: Any) -> str:
+        """On what an answer rests, of a row of ``rests_on``."""
+        told = f'Prompt {row.Index}, "{row.query}": the answer "{row.answer}" rests '
+        segment, number = f'{row.segment}, "{row.text}"', in_digits(row.value)
+        if row.score != self.info.get("one_by_one"):
+            return f"{told}most on {segment}, which has the highest score by {row.score}, {number}."
+        if row.value < 0.01:
+            return f"{told}on no single segment: without any one, its log-odds do not fall."
+        return f"{told}most on {segment}: without it, its log-odds fall by {number}."
 
     def _missing(self, field: str, number: int, name: str) -> str:
         """Why a score lacks this number."""
@@ -244,18 +255,6 @@ class FaithfulnessRecord(Record):
         if known != panels:
             figure.update_layout(meta={"caption": f"{self.caption} {missing}"})
         return figure.update_traces(marker_color=colors).update_layout(showlegend=False)
-
-
-def _in_words(row: Any) -> str:
-    """On what an answer rests, of a row of ``rests_on``."""
-    told = f'Prompt {row.Index}, "{row.query}": the answer "{row.answer}" rests '
-    named = f'{row.segment} by the score {row.score}, "{row.text}"'
-    if isnan(row.lost):
-        return f"{told}most on {named}: its score is {in_digits(row.value)}."
-    told += "on no single segment; most on" if row.lost < 0.01 else "most on"
-    change = f"{'fall' if row.lost > 0 else 'rise'} by {in_digits(abs(row.lost))}"
-    change = "stay the same" if abs(row.lost) < 0.01 else change
-    return f"{told} {named}: without it, its log-odds {change}."
 
 
 @checked

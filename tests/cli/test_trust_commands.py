@@ -207,7 +207,8 @@ def test_faithfulness_explains_what_the_model_writes(
         assert told.text == ROWS[number]["documents"][int(told.segment[-1]) - 1]
         rests = f'Prompt {number}, "{question}": the answer "{answer[:59]}…" rests '
         assert f"<li>{rests}" in page and rests in " ".join(said.split())
-        assert f'by the score {told.score}, "{told.text}": without it, its log-odds ' in page
+        rest = f'on {told.segment}, "{told.text}": without it, its log-odds fall by '
+        assert told.score == "one by one" and rest in page
     error = failed(*arguments, "--shots", "2")
     assert "has documents and no demonstrations, so leave out --shots" in error
 
@@ -257,6 +258,7 @@ def test_faithfulness_of_a_task_is_that_of_the_question(
 
         words = {word: model.tokenizer(word)["input_ids"][0] for word in batches[0].labels}
         answer = max(words, key=lambda word: log_odds(None)[words[word]])
-        lost = (log_odds(None) - log_odds(number))[words[answer]]
+        losses = [(log_odds(None) - log_odds(k))[words[answer]] for k in range(6)]
+        assert number == int(torch.stack(losses).argmax())
         assert row["answer"] == answer.strip()
-        assert row["lost"] == pytest.approx(float(lost), abs=1e-4)
+        assert row["value"] == pytest.approx(float(losses[number]), abs=1e-4)
