@@ -26,7 +26,7 @@ class Answer:
         limits: What the answer speaks of, and what it does not.
         estimate: The number of the sentence; NaN where nothing can be told.
         next: What to try next, with its command.
-        prompts: What it says of the first prompts, a sentence each.
+        prompts: On what the first answers rest, a sentence each.
     """
 
     question: str
