@@ -125,21 +125,4 @@ if TYPE_CHECKING:
     from . import prompts as prompts
 
 __version__ = installed_version("anchorlens")
-# What people try first, in the words of other tools.
-_WORDS = {
-    "prepare_model": "wrap from_pretrained hook_model",
-    "build_segments": "Prompt Batch tokenize",
-    "block_edges": "knockout attention_knockout cut_edges block_attention mask_edges",
-    "replace_heads": "ablate ablate_heads ablate_head",
-    "isolate_labels": "isolate isolate_label_words",
-    "Faithfulness": "attribute attribution",
-    "ScoreParts": "explain_edge explain_head decompose_scores",
-    "head_effects": "direct_logit_attribution logit_attribution",
-    "task_vectors": "function_vectors patch",
-    "trace_generation": "generate trace",
-    "analyse": "analyze",
-    "SaliencyFlows": "flows",
-    "replication.across_models": "compare",
-}
-_OTHER_WORDS = {word: f"{__name__}.{n}" for n, words in _WORDS.items() for word in words.split()}
-__getattr__, __dir__, __all__ = imported_at_first_use(__name__, __file__, _OTHER_WORDS)
+__getattr__, __dir__, __all__ = imported_at_first_use(__name__, __file__)

@@ -303,7 +303,7 @@ def detach_heads(model: HookedModel, site: SiteOrLayers = EVERYWHERE) -> list[Ho
 def replace_heads(
     model: HookedModel,
     batch: PromptBatch,
-    outputs: Float[Tensor, "layer head d_head"],
+    outputs: float | Float[Tensor, "layer head d_head"],
     site: SiteOrLayers = EVERYWHERE,
     *,
     positions: edge_sets.Positions | edge_sets.PositionsOfBatch = edge_sets.target,
@@ -317,7 +317,7 @@ def replace_heads(
         model: The hooked model to which the hooks will be added.
         batch: The prompts.
         outputs: What is written, for every head of the model: a mean over other prompts
-            (``HeadEffectsRecord.outputs``), or zeros to cut heads. Where layers have heads of
+            (``HeadEffectsRecord.outputs``), or 0.0 to cut heads. Where layers have heads of
             several widths (Gemma 4), zeros follow the numbers of narrow heads.
         site: Layers, or an ``al.Site`` with heads, such as ``al.Site.of_heads([(0, 1), (2, 0)])``;
             all layers and heads by default.
@@ -332,13 +332,12 @@ def replace_heads(
             give out other numbers then.
 
     Examples:
-        >>> zeros = torch.zeros(model.cfg.n_layers, model.cfg.n_heads, model.cfg.d_head)
-        >>> cut = al.replace_heads(model, batch, zeros, al.Site.of_heads([(0, 1), (2, 0)]))
+        >>> cut = al.replace_heads(model, batch, 0.0, al.Site.of_heads([(0, 1), (2, 0)]))
         >>> logits = model.run_with_hooks(batch.tokens.to(model.cfg.device), fwd_hooks=cut)
     """
     require_fit(model, batch, "target_positions", of_values=True)
     n_layers, n_heads = model.cfg.n_layers, model.cfg.n_heads
-    if tuple(outputs.shape[:2]) != (n_layers, n_heads):
+    if isinstance(outputs, Tensor) and tuple(outputs.shape[:2]) != (n_layers, n_heads):
         raise HookError(
             "outputs must have the shape (layer, head, d_head), beginning with "
             f"{(n_layers, n_heads)}; got {described(outputs)}"
@@ -354,14 +353,16 @@ def replace_heads(
 
         def replace_outputs(z: Tensor, hook: Any) -> Tensor:
             by_head = separate_heads(z, n_heads).clone()
-            width, given = by_head.shape[-1], outputs[layer, chosen]
-            if given.shape[-1] < width or given[:, width:].any():
-                raise HookError(
-                    f"each head of layer {layer} gives out {width} numbers; got "
-                    f"{outputs.shape[-1]} in outputs, of which only zeros may be too many"
-                )
+            width, given = by_head.shape[-1], outputs
+            if isinstance(given, Tensor):
+                if given.shape[-1] < width or given[layer, chosen, width:].any():
+                    raise HookError(
+                        f"each head of layer {layer} gives out {width} numbers; got "
+                        f"{given.shape[-1]} in outputs, of which only zeros may be too many"
+                    )
+                given = given[layer, chosen, :width].to(by_head)
             row, column = beside(z, rows[:, None], columns[:, None])
-            by_head[row, column, chosen] = given[:, :width].to(by_head)
+            by_head[row, column, chosen] = given
             return by_head.reshape(z.shape)
 
         kind = TargetHook if at_target else WholeHook

@@ -278,10 +278,11 @@ def test_labels_of_a_table_are_those_of_examples() -> None:
         (
             al.block_edges,
             "layers",
-            r"write site= \(Layers, or an al.Site with .*; it takes model, ",
+            r"write site=al.Site\(layers=0\)$",
         ),
-        (al.isolate_labels, "layer", r"write site= \(Layers"),
-        (al.replace_heads, "layers", r"write site= \(Layers"),
+        (al.block_edges, "heads", r"write site=al.Site\(heads=0\)$"),
+        (al.isolate_labels, "layer", r"write site=al.Site\(layers=0\)$"),
+        (al.replace_heads, "layers", r"write site=al.Site\(layers=0\)$"),
         (al.EdgeSweep, "layers", r"write sites= \(Layers and heads"),
         (al.Site, "head", r"write heads= \(Heads"),
         (al.Site.of_heads, "pairs", r"of_heads has no argument 'pairs'; it takes heads$"),
@@ -310,15 +311,20 @@ def test_every_public_function_refuses_an_unknown_argument() -> None:
                 function(no_such=0)
 
 
-SEGMENTS = r"write al.build_segments\(model.tokenizer, "
+SEGMENTS = r"write batches = al.build_segments\(model, {}\); batches\[0\] is a batch"
+ONE = SEGMENTS.format(r"\[text\]")
+SAMPLED = r"write batches = al.sample_prompts\(model, 'sentiment'\); batches\[0\] is a batch"
 PAIRS = "write edges by number as al.edges.pairs"
 
 
 @pytest.mark.parametrize(
     ("call", "cure"),
     [
-        (lambda s: api.saliency(s.model, "a text"), SEGMENTS),
-        (lambda s: api.run(s.model, ["a text"], []), SEGMENTS),
+        (lambda s: api.saliency(s.model, "a text"), ONE),
+        (lambda s: api.saliency(s.model, ["a text", "b"]), SEGMENTS.format("texts")),
+        (lambda s: api.run(s.model, ["a text"], []), ONE),
+        (lambda s: api.analyse(s.model, "sentiment"), SAMPLED),
+        (lambda s: api.saliency(s.model, "sentiment"), SAMPLED),
         (
             lambda s: api.saliency(s.model, torch.ones(1, 3)),
             r"write al.PromptBatch.from_segments\(",
@@ -341,6 +347,65 @@ PAIRS = "write edges by number as al.edges.pairs"
 def test_what_stands_in_place_of_an_argument_has_its_cure(call: Any, cure: str) -> None:
     with pytest.raises(ArgumentError, match=rf"got .*; {cure}"):
         call(scene_without_warnings())
+
+
+@pytest.mark.parametrize(
+    ("call", "kind", "message"),
+    [
+        (lambda s: api.PromptBatch(s.batch.tokens), ArgumentError, "al.PromptBatch.from_segments("),
+        (lambda s: api.PromptBatch([[3]]), ArgumentError, "write al.PromptBatch.from_segments("),
+        (lambda s: api.PromptBatch("a"), ArgumentError, "al.build_segments(model, [text])"),
+        (
+            lambda s: api.block_edges(s.model, s.batch, api.edges.pq, layer=1, head=0),
+            ArgumentError,
+            "has no argument 'layer'; write site=al.Site(layers=1, heads=0)",
+        ),
+        (
+            lambda s: api.head_effects(s.model, s.batches),
+            TypeError,
+            "head_effects takes model, batches, shuffled, resamples, folder, progress; missing is "
+            "shuffled, Prompts from build_prompts whose demonstrations have labels in a random",
+        ),
+        (
+            lambda s: s.batch.prompts(step=2),
+            TypeError,
+            "PromptBatch.prompts takes start, stop, step; missing is start; stop",
+        ),
+        (lambda s: api.run(s.model, s.batches, al.Accuracy()), ArgumentError, "in brackets"),
+    ],
+)
+def test_the_error_of_a_guessed_call_writes_the_right_one(
+    call: Any, kind: type[Exception], message: str
+) -> None:
+    with pytest.raises(kind, match=re.escape(message)):
+        call(scene_without_warnings())
+
+
+def test_guessed_calls_give_the_numbers_of_the_long_ones() -> None:
+    s = scene_without_warnings()
+    model, batch = s.model, s.batch
+    for build, given in (
+        (api.build_segments, [["a text"]]),
+        (api.build_prompts, [s.task, s.demos, ["Who?"]]),
+        (api.build_pairs, [[("hot", "cold")], [("old", "new")]]),
+        (api.sample_pairs, ["antonyms"]),
+    ):
+        of_model, of_tokenizer = (build(each, *given)[0] for each in (model, model.tokenizer))
+        assert torch.equal(of_model.tokens, of_tokenizer.tokens)
+    assert str(batch.show(model)) == str(batch.show(model.tokenizer))
+    assert torch.equal(api.edges.at(batch, range(2, 4)), api.edges.at(batch, torch.tensor([2, 3])))
+    query = int(batch.starts.max()) + 9
+    two = api.edges.between(api.edges.at(batch, [query]), api.edges.at(batch, [query - 2]))
+    assert torch.equal(api.edges.read_by([query - 2], [query])(batch).stored(), two.stored())
+    assert two.stored().sum() == len(batch)
+    shape = (model.cfg.n_layers, model.cfg.n_heads, model.cfg.d_head)
+    tokens, site = batch.tokens, api.Site(1, heads=[0])
+    for number in (0.0, 0.5):
+        logits = [
+            model.run_with_hooks(tokens, fwd_hooks=api.replace_heads(model, batch, outputs, site))
+            for outputs in (number, torch.full(shape, number))
+        ]
+        assert torch.equal(*logits) and not torch.equal(logits[0], model(tokens))
 
 
 @pytest.mark.parametrize(

@@ -11,6 +11,7 @@ from torch import Tensor
 
 import anchorlens as al
 from anchorlens.questions.faithfulness import default_scores
+from anchorlens.results.estimate import in_digits
 from benchmarks.known_answers import (
     COLUMNS,
     KNOWN,
@@ -108,6 +109,50 @@ def test_scores_are_those_of_faithfulness(known: Known) -> None:
     assert {*given} | {"integrated", "ScoreParts"} == ours.keys()
     for number, name in enumerate(given):
         assert (record.scores[number] - ours[name]).abs().max() < 1e-6, name
+
+
+@each_model
+def test_what_the_answer_rests_on_is_told_with_what_it_loses(known: Known) -> None:
+    weights, texts = known.weights(), {name: text for name, text in known.prompt if name}
+    options: dict[str, Any] = {"segments": [*texts], "answer": "answer"}
+    whole = log_odds(weights, known)
+    lost = {name: whole - log_odds(weights, known, removed=[name]) for name in texts}
+    model = al.load_model(known.weights(), tokenizer=tokenizer())
+    [batch] = al.build_segments(model.tokenizer, [[*known.prompt, ("answer", " y")]])
+
+    def answered(subsets: int, **scores: Any) -> tuple[Any, Any]:
+        """The record, and its row of the prompt."""
+        asked = al.Faithfulness(scores, subsets=subsets, **options)
+        record = al.run(model, [batch], [asked], progress=False, resamples=0)[asked.name]
+        [row] = record.rests_on().reset_index().to_dict("records")
+        assert in_digits(row["value"]) in str(record.rests_on())
+        return record, row
+
+    last: dict[str, Any] = {"last": lambda _: torch.eye(len(texts))[-1:]}
+    for others in (dict[str, Any](), last):
+        record, row = answered(4, **others, alone=al.subsets.one_by_one)
+        assert max(lost.values()) - lost[row["segment"]] < 1e-9
+        assert row["value"] == pytest.approx(lost[row["segment"]], abs=1e-9)
+        assert (row["prompt"], row["answer"]) == (0, "y") and row["score"] == "alone"
+        assert row["text"] == texts[row["segment"]].strip()
+        told = f'most on {row["segment"]}, "{row["text"]}": without it, its log-odds fall by '
+        told += f"{in_digits(row['value'])}."
+        if known.name == "two redundant paths":
+            told = "on no single segment: without any one, its log-odds do not fall."
+        told = f'Prompt 0, "{row["query"]}": the answer "y" rests {told}'
+        assert record.answer("").prompts == [told]
+
+    # Where nothing was removed one by one, of the score with the highest LDS.
+    end = [*texts][-1]
+    record, row = answered(4, **last)
+    told = f'on {end}, "{texts[end].strip()}", which has the highest score by last, 1.00.'
+    assert record.answer("").prompts[0].endswith(told)
+    record, row = answered(4, **last, other=al.subsets.shapley())
+    best = int(record.lds[:2].nan_to_num(-2).argmax())
+    assert row["score"] == ("last", "other")[best]
+    assert row["value"] == record.scores_of_prompts[0, best].max()
+    record, row = answered(0, other=al.subsets.shapley(), **last)  # without a test
+    assert row["score"] == "other" and record.answer("") is None
 
 
 def test_grades() -> None:

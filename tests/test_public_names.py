@@ -2,6 +2,7 @@
 
 import ast
 import importlib.metadata
+import inspect
 import re
 import subprocess
 import sys
@@ -12,8 +13,10 @@ from typing import Any
 import pytest
 
 import anchorlens as al
+from anchorlens.other_words import CALLS
 from anchorlens.runs import identity
 from anchorlens.system import package
+from tests.support.made_up_records import made_up_record
 from tests.support.tiny_models import questions
 
 # In one process, because each process imports PyTorch again.
@@ -82,15 +85,22 @@ def test_the_error_for_a_name_says_where_it_is(name: str, home: str) -> None:
         getattr(al, name)
 
 
-@pytest.mark.parametrize("word", sorted(al._OTHER_WORDS))
-def test_a_word_of_other_tools_leads_to_the_name_here(word: str) -> None:
-    with pytest.raises(AttributeError, match="; it is anchorlens") as error:
-        getattr(al, word)
-    _, *names = str(error.value).rpartition("it is ")[2].split(".")
-    found: Any = al
-    for name in names:
-        found = getattr(found, name)
-    assert callable(found)
+GIVEN = ("model", "batch", "batches", "shuffled", "tested", "models", "results", "path", "key")
+
+
+@pytest.mark.parametrize("word", sorted(CALLS))
+def test_a_word_of_other_tools_leads_to_a_call_that_is_right(word: str) -> None:
+    owner, _, name = word.rpartition(".")
+    owners = {"": al, "edges": al.edges, "record": made_up_record(al.records.AccuracyRecord)}
+    with pytest.raises((AttributeError, TypeError), match=f"; write {re.escape(CALLS[word])}$"):
+        getattr(owners[owner], name)(1, a=2)  # of the module report the call is the error
+    names: dict[str, Any] = {"al": al, **dict.fromkeys(GIVEN, "given"), **owners}
+    calls = [each for each in ast.walk(ast.parse(CALLS[word])) if isinstance(each, ast.Call)]
+    for call in calls:
+        function = eval(ast.unparse(call.func), names)
+        arguments = {str(each.arg): each.value for each in call.keywords}
+        inspect.signature(function).bind(*call.args, **arguments)
+    assert calls
 
 
 def test_the_package_has_its_version() -> None:

@@ -322,6 +322,7 @@ def faithfulness(options: Faithfulness) -> Asked:
         if chosen:
             after = _flows_next(options, chosen[0], options.seed)
         values = {"answers": texts} if written else {}
+        values["rests_on"] = answers[asked.name].rests_on().reset_index().to_dict("records")
         yield _found(name, after, {asked.name: answers[asked.name]}, answers, values)
 
     title = "What scores of segments are worth"

@@ -8,12 +8,10 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from ..errors import PromptError
 from ..models.hooked import HookedModel
 from ..passes.losses import LossOfBatch
 from ..prompts.batch import PromptBatch, check_batch, demonstrations_ids
 from ..prompts.segment_names import OTHER
-from ..prompts.token_texts import check_is_tokenizer
 from ..results.estimate import in_digits
 from ..system.arguments import checked
 from .embedded import prefix_of_tokens
@@ -95,15 +93,6 @@ def _insert(batch: PromptBatch, tokens: Int[Tensor, " inserted"]) -> PromptBatch
     )
     longer = replace(longer, demonstrations_id=demonstrations_ids(longer))
     return longer if batch.attention_mask[:, 0].all() else longer.padded_left()
-
-
-def given_tokenizer(model: HookedModel, tokenizer: Any) -> Any:
-    """The given tokenizer, or that of the model."""
-    found = getattr(model, "tokenizer", None) if tokenizer is None else tokenizer
-    if found is None:
-        raise PromptError("the model has no tokenizer, which gives tokens their text; pass it")
-    check_is_tokenizer(found)
-    return found
 
 
 def made_of_tokens(

@@ -22,6 +22,7 @@ from ..passes.forward import mean_loss_with_gradient
 from ..passes.losses import LossOfBatch
 from ..prompts.batch import PromptBatch
 from ..prompts.plain_tokens import plain_tokens
+from ..prompts.token_texts import tokenizer_of
 from ..runs.identity import as_words
 from ..system.arguments import check_counts, checked
 from ..system.devices import in_float64, sent
@@ -30,7 +31,7 @@ from ..system.put_back import each_call_inside
 from ..system.texts import described
 from ..system.torch_state import gradient_mode
 from .embedded import embeddings_of, moved_embeddings, prefix_of_tokens, start_tokens
-from .hard_prompt import HardPrompt, given_tokenizer, made_of_tokens
+from .hard_prompt import HardPrompt, made_of_tokens
 from .hard_prompts import PEZ, Descent, class_words
 from .protocol import QueryPass, queries_after
 from .training import Trainable, Training, TrainingRun
@@ -90,7 +91,7 @@ def train_hard_prompt(
             "the optimizer of a search is that of its method; pass "
             "method=replace(al.contexts.hard_prompts.PEZ, optimizer=...), and training without one"
         )
-    tokenizer = given_tokenizer(model, tokenizer)
+    tokenizer = tokenizer_of(model if tokenizer is None else tokenizer)
     chosen = "all plain tokens" if allowed is None else "given tokens"
     begin = "label words" if start is None else f"tokens {list(start)}"
     about = f"hard prompt of {length} tokens from {begin} by {as_words(method)}; allowed: {chosen}"

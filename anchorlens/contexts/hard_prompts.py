@@ -16,12 +16,13 @@ from ..prompts.batch import PromptBatch
 from ..prompts.control_tokens import control_tokens
 from ..prompts.label_positions import refuse_control_tokens
 from ..prompts.plain_tokens import plain_tokens
+from ..prompts.token_texts import tokenizer_of
 from ..runs.study import Study
 from ..system.arguments import check_counts, checked
 from ..system.processes import gather_from_processes
 from .compressed import cache_of_tokens
 from .embedded import start_tokens
-from .hard_prompt import HardPrompt, answers_after_tokens, given_tokenizer, made_of_tokens
+from .hard_prompt import HardPrompt, answers_after_tokens, made_of_tokens
 from .protocol import bos_of, check_queries, model_identity
 from .training import MakeOptimizer, TrainingRecord, query_digests
 
@@ -330,7 +331,7 @@ def _prompts_of_model(
         if any(batch.gold is None for batch in study.batches):
             raise PromptError("accuracy needs the true label of each query; give queries with them")
         check_loss(loss, study.batches, model)
-        tokenizer = given_tokenizer(model, tokenizer)
+        tokenizer = tokenizer_of(model if tokenizer is None else tokenizer)
         bos = bos_of(study.batches[0])
         chosen = [start_tokens(model, ids, len(ids)) for ids in choose(tokenizer)]
         prompts = [torch.cat([bos, ids]) for ids in chosen]

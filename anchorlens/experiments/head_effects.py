@@ -115,8 +115,7 @@ class HeadEffectsRecord(Record):
             >>> shuffled = al.build_prompts(model.tokenizer, *mixed, queries)
             >>> record = al.head_effects(model, batches, shuffled, resamples=0, progress=False)
             >>> writers = record.largest(3).query("sign > 0")[["layer", "head"]].values.tolist()
-            >>> zeros, site = torch.zeros_like(record.outputs), al.Site.of_heads(writers)
-            >>> cut = al.replace_heads(model, batch, zeros, site)
+            >>> cut = al.replace_heads(model, batch, 0.0, al.Site.of_heads(writers))
         """
         check_counts(MetricError, count=count)
         table = self.to_frame().query("quantity == 'effect'").rename(columns={"value": "effect"})

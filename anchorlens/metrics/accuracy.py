@@ -107,8 +107,8 @@ class Accuracy(Metric):
 
     def result(self, contributions: Contributions) -> AccuracyRecord:
         """The share of right answers; in ``info`` how often each class is true, and answered."""
-        counts = {of: contributions[of].sum(0).long().tolist() for of in ("queries", "answers")}
-        info = {f"{of}_per_class": count for of, count in counts.items()}
+        named = {"queries_per_class": "queries", "answers_per_class": "answers"}
+        info = {name: contributions[of].sum(0).long().tolist() for name, of in named.items()}
         return AccuracyRecord.of(contributions, info=info)
 
 

@@ -17,13 +17,14 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from ..errors import PromptError
+from ..errors import ArgumentError, PromptError
 from ..printable import printable
 from ..system.arguments import checked, fitted, is_array
 from ..system.texts import described
 from ..system.torch_state import gradient_mode
 from .prompt_html import NO_SEGMENT, Picture, PromptView
 from .segment_names import LABEL, OTHER, PADDING, QUERY, SEGMENTS, TARGET, of_task
+from .tasks import TASKS
 from .ties import note_ties
 from .token_texts import token_texts
 from .verbalizer import Verbalizer
@@ -99,12 +100,20 @@ class PromptBatch:
 
     @staticmethod
     def _in_place_of(value: Any) -> str:
-        """What to write in place of a text or of tokens."""
-        if isinstance(value, str):
-            return "write al.build_segments(model.tokenizer, [text])"
-        if isinstance(value, Tensor):
-            return "write al.PromptBatch.from_segments(tokens)"
-        return ""
+        """What to write in place of the name of a task, of texts or of tokens."""
+        texts = value if isinstance(value, list | tuple) and value else [value]
+        if all(isinstance(text, str) for text in texts):
+            made = f"al.build_segments(model, {'texts' if texts is value else '[text]'})"
+            made = f"al.sample_prompts(model, {value!r})" if value in [*TASKS] else made
+            return f"write batches = {made}; batches[0] is a batch"
+        return "write al.PromptBatch.from_segments(tokens)" * isinstance(value, Tensor)
+
+    def __new__(cls, *fields: Any, **named: Any) -> "PromptBatch":
+        """An error for tokens or a text alone."""
+        if len(fields) == 1 and not named:
+            cure = cls._in_place_of(fields[0]) or "write al.PromptBatch.from_segments(tokens)"
+            raise ArgumentError(f"PromptBatch takes more than one field; {cure}")
+        return super().__new__(cls)
 
     def __len__(self) -> int:
         return self.tokens.shape[0]

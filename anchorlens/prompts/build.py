@@ -26,7 +26,7 @@ from .label_positions import WrittenPrompt, refuse_control_tokens, write_prompt
 from .query_label_tokens import query_label_tokens
 from .segment_names import OTHER, PADDING, TARGET
 from .tasks import Piece, Task
-from .token_texts import check_tokenizer
+from .token_texts import tokenizer_with_offsets
 from .verbalizer import Verbalizer
 
 TextPiece = tuple[str | None, str]
@@ -47,7 +47,7 @@ def build_prompts(
     r"""Write prompts, tokenize them, and return batches with the positions of all their parts.
 
     Args:
-        tokenizer: A fast Hugging Face tokenizer (``model.tokenizer``). Prompts begin with BOS if
+        tokenizer: A fast Hugging Face tokenizer, or a model that has one. Prompts begin with BOS if
             and only if it adds one.
         task: Template, label words and separator; an ``al.ChatTask`` for a chat model.
         demonstrations: One set for all queries, or one set for each query (section 2.1 of the
@@ -76,7 +76,7 @@ def build_prompts(
         >>> batches[0].label_positions.shape == (1, len(demos))
         True
     """
-    check_tokenizer(tokenizer, batch_size)
+    tokenizer = tokenizer_with_offsets(tokenizer, batch_size)
     check_counts(PromptError, max_length=max_length)
     examples = cast(Sequence[Example], queries)  # a text became one in @checked
     sets = demonstrations_by_query(task, demonstrations, examples)
@@ -142,7 +142,7 @@ def build_segments(
     pieces. A token that lies in two pieces belongs to that of its last character.
 
     Args:
-        tokenizer: A fast Hugging Face tokenizer (``model.tokenizer``). Prompts begin with BOS if
+        tokenizer: A fast Hugging Face tokenizer, or a model that has one. Prompts begin with BOS if
             and only if it adds one; BOS is in no segment.
         prompts: For each prompt its pieces in order: (name of the segment, text). Pieces of one
             name are one segment; a piece with the name None is in no segment, and it alone may hold
@@ -169,7 +169,7 @@ def build_segments(
         >>> results = al.run(model, [batch], [al.SegmentFlows()], loss=loss, progress=False,
         ...                  resamples=0)
     """
-    check_tokenizer(tokenizer, batch_size)
+    tokenizer = tokenizer_with_offsets(tokenizer, batch_size)
     if not prompts:
         raise PromptError(
             "prompts is a list of prompts, each a text or a list of (name, text), "
@@ -202,7 +202,7 @@ def text_anchor_prompts(
     published code; queries do not change. Compare with ``target_logits`` and ``loyalty``.
 
     Args:
-        tokenizer: A fast Hugging Face tokenizer.
+        tokenizer: As of ``build_prompts``.
         task: Template, label words and separator.
         demonstrations: Their labels count, their texts do not.
         queries: As in ``build_prompts``.

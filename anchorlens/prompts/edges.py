@@ -13,12 +13,14 @@ Examples:
 
 from collections.abc import Callable, Sequence
 from functools import partial
+from typing import TYPE_CHECKING, Any
 
 import torch
 from jaxtyping import Int
 from torch import Tensor
 
 from ..errors import HookError, PromptError
+from ..other_words import instead_of
 from ..system.arguments import checked
 from ..system.devices import Device, sent
 from ..system.texts import described
@@ -30,6 +32,7 @@ from .segment_names import FORMAT, SEGMENTS, TEXT
 PositionsOfBatch = Callable[[PromptBatch], Positions]
 Pairs = Sequence[tuple[int, int]]
 ColumnNumbers = Int[Tensor, "*batch anchor"]  # of columns
+Tokens = ColumnNumbers | PositionsOfBatch
 
 
 @checked
@@ -313,20 +316,22 @@ def from_first(batch: PromptBatch) -> EdgeSet:
 
 
 @checked
-def read_by(positions: ColumnNumbers | PositionsOfBatch) -> EdgesOfBatch:
+def read_by(positions: Tokens, readers: Tokens | None = None) -> EdgesOfBatch:
     """A function of the batch: all edges to these tokens, from every later one.
 
     Args:
         positions: Numbers, as of ``at``, or a function of the batch such as ``anchors``.
+        readers: The only tokens that read them, likewise; None for all.
 
     Examples:
         >>> hooks = al.block_edges(model, batch, edges.read_by([3]), 1)  # nobody reads token 3
+        >>> hooks = al.block_edges(model, batch, edges.read_by([3], [8]), 1)  # token 8 does not
     """
-    return partial(_between, None, positions)
+    return partial(_between, readers, positions)
 
 
 @checked
-def reading(positions: ColumnNumbers | PositionsOfBatch) -> EdgesOfBatch:
+def reading(positions: Tokens) -> EdgesOfBatch:
     """A function of the batch: all edges from these tokens, to every earlier one.
 
     Args:
@@ -338,11 +343,7 @@ def reading(positions: ColumnNumbers | PositionsOfBatch) -> EdgesOfBatch:
     return partial(_between, positions, None)
 
 
-def _between(
-    readers: ColumnNumbers | PositionsOfBatch | None,
-    read: ColumnNumbers | PositionsOfBatch | None,
-    batch: PromptBatch,
-) -> EdgeSet:
+def _between(readers: Tokens | None, read: Tokens | None, batch: PromptBatch) -> EdgeSet:
     """Edges between tokens; None for all."""
     both = [
         batch.attention_mask if of is None else of(batch) if callable(of) else at(batch, of)
@@ -470,3 +471,9 @@ def _of_equal(batch: PromptBatch, of_queries: Tensor, of_keys: Tensor) -> EdgeSe
 
 def _first(batch: PromptBatch) -> Positions:
     return torch.zeros_like(batch.attention_mask).scatter(1, batch.starts[:, None], True)
+
+
+if not TYPE_CHECKING:  # with it, a type checker would take any name
+
+    def __getattr__(name: str) -> Any:
+        raise AttributeError(f"al.edges has no {name!r}{instead_of(f'edges.{name}')}")

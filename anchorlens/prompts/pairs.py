@@ -12,7 +12,6 @@ from .batch import PromptBatch
 from .build import build_prompts
 from .demonstration_sets import check_seeds
 from .examples import Example
-from .sampled import tokenizer_of
 from .tasks import Task
 
 Pair = tuple[str, str]
@@ -79,7 +78,7 @@ def build_pairs(
         [Example(x, words.index(word(y))) for x, y in pairs] for pairs in (*sets, queries)
     ]
     demos: Any = examples[0] if shared else examples
-    return build_prompts(tokenizer_of(model), task, demos, asked, batch_size=batch_size)
+    return build_prompts(model, task, demos, asked, batch_size=batch_size)
 
 
 @checked

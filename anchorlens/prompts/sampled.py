@@ -55,15 +55,7 @@ def sample_prompts(
         (24, 1)
     """
     draws = sample_draws(task, examples, queries, shots, seeds, even)
-    return prompts_of_draws(tokenizer_of(model), draws, batch_size)
-
-
-def tokenizer_of(model: Any) -> Any:
-    """The tokenizer of a model, or what was given in its place."""
-    tokenizer = getattr(model, "tokenizer", model)
-    if tokenizer is None:
-        raise PromptError("the model has no tokenizer; load it with one, or give the tokenizer")
-    return tokenizer
+    return prompts_of_draws(model, draws, batch_size)
 
 
 def sample_draws(

@@ -15,7 +15,7 @@ def token_texts(tokenizer: Any, ids: Sequence[int]) -> list[str]:
     A token that is only a part of a character adds nothing; the last token of the character adds
     all of it.
     """
-    check_is_tokenizer(tokenizer)
+    tokenizer = tokenizer_of(tokenizer)
     if ids and max(ids) >= len(tokenizer):
         raise PromptError(
             f"this tokenizer has {len(tokenizer)} tokens, but the prompt has token {max(ids)}; "
@@ -38,18 +38,22 @@ def token_texts(tokenizer: Any, ids: Sequence[int]) -> list[str]:
     return texts
 
 
-def check_is_tokenizer(tokenizer: Any) -> None:
-    """Raise an error for what cannot turn tokens into text and back."""
+def tokenizer_of(model: Any) -> Any:
+    """The tokenizer of a model, or the one that is given in its place; an error for none."""
+    tokenizer = getattr(model, "tokenizer", model)
+    if tokenizer is None:
+        raise PromptError("the model has no tokenizer; load it with one, or give the tokenizer")
     if not has_methods(tokenizer, "decode", "encode"):
         raise PromptError(
             "expected the tokenizer of the prompts, such as model.tokenizer; "
             f"got a {type(tokenizer).__name__}"
         )
+    return tokenizer
 
 
-def check_tokenizer(tokenizer: Any, batch_size: int) -> None:
-    """Raise an error for a tokenizer without offsets, or a wrong batch size."""
-    check_is_tokenizer(tokenizer)
+def tokenizer_with_offsets(model: Any, batch_size: int) -> Any:
+    """As ``tokenizer_of``; an error also for one without offsets, or for a wrong batch size."""
+    tokenizer = tokenizer_of(model)
     if not getattr(tokenizer, "is_fast", False):
         raise PromptError(
             f"{type(tokenizer).__name__} gives no character offsets, from which positions are "
@@ -58,3 +62,4 @@ def check_tokenizer(tokenizer: Any, batch_size: int) -> None:
             "positions with PromptBatch.from_positions"
         )
     check_counts(PromptError, batch_size=batch_size)
+    return tokenizer

@@ -6,10 +6,10 @@
 3. LDS and drop compare both, beside those of random scores and of the best possible ones.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, replace
 from itertools import combinations
-from math import comb
+from math import comb, isnan
 from typing import Any, ClassVar
 
 import pandas as pd
@@ -26,6 +26,7 @@ from ..ablation.removal import edges as cut_edges
 from ..ablation.segment_scores import AnyScore, ScoresOfBatch, SegmentScores
 from ..errors import AnchorlensError, MetricError
 from ..metrics import weights
+from ..metrics.predictions import predicted_class
 from ..metrics.question import Further, Question
 from ..metrics.segment_flows import SegmentFlows
 from ..metrics.segment_rollout import SegmentRollout
@@ -35,12 +36,14 @@ from ..prompts.named_segments import SegmentsOfBatch
 from ..prompts.random_edges import draw_generator
 from ..results import figures
 from ..results.answer import Answer, cannot_tell, listed, speaks_of
+from ..results.estimate import in_digits
 from ..results.figure_parts import with_ends
 from ..results.kinds import mean, of_prompts
 from ..results.record import Record
 from ..results.text_frame import TextFrame
 from ..runs.checks import possible
 from ..runs.passes import Passes
+from ..runs.study import order_of_queries
 from ..system.arguments import checked
 from ..system.processes import is_main
 from ..system.rounding import all_equal, highest, ranks, rounding_of
@@ -56,6 +59,7 @@ _ADDS = (
 _RANDOM_SCORES = 20  # of a prompt, whose mean LDS is that of random scores
 MOST_CHOICES = 100  # of the segments to remove, all of which run to find the best one
 FEWEST = 3  # segments, and subsets of them, that a rank correlation needs
+_FIRST, _SHORT = 4, 60  # prompts of which the words are kept, and characters of each text
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -145,6 +149,28 @@ class FaithfulnessRecord(Record):
         return "0" if is_from_itself else str(self.estimate(field, number))
 
     @checked
+    def rests_on(self) -> TextFrame:
+        """On which segment each of the first answers rests most: a row for each prompt.
+
+        The segment has the highest ``value`` of a score. If segments were removed one by one, that
+        is what the log-odds of the answer lose without it; otherwise the score is that of the
+        highest LDS (or drop, where there is no LDS; the first one without a test). No rows if the
+        model has no tokenizer.
+        """
+        names, rows = [*(self.axis_names("score") or ())], dict[int, dict[str, Any]]()
+        ranked = self.drop if self.lds.isnan().all() else self.lds
+        best = int(ranked[: len(names) - 2 * self.is_tested].nan_to_num(-torch.inf).argmax())
+        score = self.info.get("one_by_one") or names[best]
+        for number, words in self.info.get("first_prompts", {}).items():
+            values = self.scores_of_prompts[int(number), names.index(score)].tolist()
+            if not any(map(isnan, values)):
+                k = max(range(len(values)), key=values.__getitem__)
+                row = {"query": words["query"], "answer": words["answer"], "score": score}
+                row |= {"segment": (self.axis_names("segment") or ())[k], "text": words["texts"][k]}
+                rows[int(number)] = row | {"value": values[k]}
+        return TextFrame.from_dict(rows, orient="index").rename_axis("prompt")
+
+    @checked
     def answer(self, unable: str) -> Answer | None:
         """Which scores tell more than random ones what the answer loses without a segment.
 
@@ -155,11 +181,11 @@ class FaithfulnessRecord(Record):
         limits = f"{speaks_of(self.info)} It is about this way of removing segments."
         if left_out := self.info.get("left_out"):
             limits = f"Some prompts are left out: {left_out}. {limits}"
+        if unable and self.info.get("answer") is None:
+            limits += f" Scores explain the predicted label, right or wrong: {unable}."
         asked = "Which scores say what the answer loses without a segment?"
         field = "drop" if self.lds.isnan().all() else "lds"
         what = "drop in nats" if field == "drop" else "rank correlation with what removals do (LDS)"
-        if unable and self.info.get("labels"):  # a text that the model wrote needs no ability
-            return Answer(asked, cannot_tell(unable), limits)
         if getattr(self, field).isnan().all():
             return Answer(asked, cannot_tell(self._missing(field, -2, BY_CHANCE)), limits)
         *scores, random, best = (self.estimate(field, k) for k in range(len(self.lds)))
@@ -175,8 +201,19 @@ class FaithfulnessRecord(Record):
             less = "not clearly more" if above else "none is clearly above random scores"
             told.append(f"{less}: {listed([texts[k] for k in rest])}")
         sentence = f"By {what}, {'; '.join(told)}. Random scores have {random}"
-        number = scores[order[0]]
-        return Answer(asked, f"{sentence}, the best possible ones {best}.", limits, number)
+        first = [self._in_words(row) for row in self.rests_on().itertuples()]
+        sentence += f", the best possible ones {best}."
+        return Answer(asked, sentence, limits, scores[order[0]], prompts=first)
+
+    def _in_words(self, row: Any) -> str:
+        """On what an answer rests, of a row of ``rests_on``."""
+        told = f'Prompt {row.Index}, "{row.query}": the answer "{row.answer}" rests '
+        segment, number = f'{row.segment}, "{row.text}"', in_digits(row.value)
+        if row.score != self.info.get("one_by_one"):
+            return f"{told}most on {segment}, which has the highest score by {row.score}, {number}."
+        if row.value < 0.01:
+            return f"{told}on no single segment: without any one, its log-odds do not fall."
+        return f"{told}most on {segment}: without it, its log-odds fall by {number}."
 
     def _missing(self, field: str, number: int, name: str) -> str:
         """Why a score lacks this number."""
@@ -415,6 +452,8 @@ class _Compared(Question):
         answers = Answers.of(self.scores.ablation, passes, batch)
         of_batch = self.comparison.contributions(answers, self.scores.of(answers, observed))
         count = answers.count + bool(self.scores.metrics)
+        if self.scores.ablation.answer is None:
+            of_batch["predicted"] = predicted_class(batch.label_scores(passes.clean(batch))).cpu()
         return of_batch | {"passes": torch.full_like(of_batch["log_prob"], count)}
 
     def once(self, passes: Passes, contributions: Mapping[str, Tensor]) -> Mapping[str, Any]:
@@ -427,7 +466,32 @@ class _Compared(Question):
         info["passes"] = float(contributions["passes"].mean())  # of a prompt
         info["not_possible"] = self.not_possible
         info["reasons"] = self.comparison.reasons(names, contributions)
+        of_one = (name for name in names if self.scores.scores[name] is draws.one_by_one)
+        info["one_by_one"] = next(of_one, None)
+        info["first_prompts"] = dict(self._first_prompts(passes, contributions))
         return {"info": info}
+
+    def _first_prompts(self, passes: Passes, found: Mapping[str, Tensor]) -> Iterator[Any]:
+        """The words of the first prompts that have an answer: query, answer and segments."""
+        tokenizer: Any = getattr(passes.model, "tokenizer", None)
+        rows = [(batch, row) for batch in passes.batches for row in range(len(batch))]
+        order, ablation = order_of_queries(passes.batches).tolist(), self.scores.ablation
+
+        def text_of(ids: Any) -> str:
+            text = " ".join(tokenizer.decode(ids, skip_special_tokens=True).split())
+            return text if len(text) <= _SHORT else f"{text[: _SHORT - 1]}…"
+
+        for number in found["is_given"].nonzero()[:_FIRST, 0].tolist() if tokenizer else ():
+            batch, row = rows[order[number]]
+            prompt = batch.prompt(row)
+            segments, positions = ablation.segments.positions(prompt)[0], prompt.positions
+            last = ablation.predicting(prompt)[0].long().argmax()
+            query = (positions > (segments * positions).max()) & (positions <= last)
+            texts = [text_of(prompt.tokens[0, part]) for part in (query, *segments)]
+            written = ablation.tokens(prompt)
+            labels = prompt.labels or [*map(text_of, prompt.label_token_ids)]
+            answer = text_of(written[0]) if written else labels[int(found["predicted"][number])]
+            yield str(number), {"query": texts[0], "answer": answer.strip(), "texts": texts[1:]}
 
 
 def default_scores() -> dict[str, AnyScore]:

@@ -51,7 +51,8 @@ _TITLES = {
     "skipped_layers": "first layers that are not run again",
 }
 # Digests of queries, which tell processes what a training used, and what tables and figures show.
-_NOT_SHOWN = ("queries_in_training", "of_sets", RANDOM_MODELS, "claims", "reasons", "missing")
+_NOT_SHOWN = {"queries_in_training", "of_sets", RANDOM_MODELS, "claims", "reasons", "missing"}
+_NOT_SHOWN |= {"first_prompts", "one_by_one"}
 _HEIGHT, _MIN_WIDTH = 420, 300  # pixels of a figure that names none
 
 

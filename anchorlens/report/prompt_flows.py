@@ -279,8 +279,7 @@ def plot_prompt(
     """
     check_prompts(batch)
     alone = batch.prompt(prompt)
-    tokenizer = getattr(model, "tokenizer", None) if tokenizer is None else tokenizer
-    tokens = token_texts(tokenizer, alone.tokens[0].tolist())
+    tokens = token_texts(model if tokenizer is None else tokenizer, alone.tokens[0].tolist())
     ensure_prepared(model)
     refuse_folded_value_biases(model)
     check_fits(model, alone)

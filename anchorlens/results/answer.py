@@ -26,6 +26,7 @@ class Answer:
         limits: What the answer speaks of, and what it does not.
         estimate: The number of the sentence; NaN where nothing can be told.
         next: What to try next, with its command.
+        prompts: On what the first answers rest, a sentence each.
     """
 
     question: str
@@ -33,6 +34,7 @@ class Answer:
     limits: str = ""
     estimate: Estimate = Estimate(nan)
     next: str = ""
+    prompts: Sequence[str] = ()
 
     def __repr__(self) -> str:
         return printable(f"Answer({shorten(self.sentence or self.question, 180)})")
@@ -41,7 +43,9 @@ class Answer:
     def section(self, of: str = "") -> Section:
         """The answer as text for a terminal, under the name of what it is of."""
         title = f"{of}: {self.question}" if of else self.question
-        return Section(title, {}, "\n".join(filter(None, [self.sentence, self.limits])))
+        return Section(
+            title, {}, "\n".join(filter(None, [self.sentence, self.limits, *self.prompts]))
+        )
 
 
 def cannot_tell(reason: str) -> str:

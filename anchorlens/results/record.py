@@ -5,7 +5,7 @@ from dataclasses import dataclass, field, fields, replace
 from functools import cache
 from itertools import product
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, TypeVar, get_type_hints
+from typing import Any, ClassVar, TypeVar, get_type_hints
 
 import numpy as np
 import pandas as pd
@@ -15,6 +15,7 @@ from jaxtyping import jaxtyped
 from torch import Tensor
 
 from ..errors import MetricError, StoreError
+from ..other_words import instead_of
 from ..printable import printable
 from ..prompts.segment_names import SEGMENTS
 from ..system.arguments import checked
@@ -71,10 +72,10 @@ class Record(KeepsRepr):
                     f"{name} of {type(self).__name__} must be {expected}; got {described(value)}"
                 )
 
-    if TYPE_CHECKING:
-
-        def __getattr__(self, name: str) -> Any:
-            """The fields of any record, as ``run`` returns records of several classes."""
+    def __getattr__(self, name: str) -> Any:
+        """An error, which says what to write for a name of pandas; of type Any, as in ``run``."""
+        cure = instead_of(f"record.{name}")
+        raise AttributeError(f"{type(self).__name__} has no {name!r}{cure}", name=name, obj=self)
 
     def __repr__(self) -> str:
         """One line: the class, fields with their axes, the number of prompts and the model."""

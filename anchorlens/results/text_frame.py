@@ -6,6 +6,7 @@ from shutil import get_terminal_size
 import pandas as pd
 
 from ..printable import printable
+from .estimate import in_digits
 from .html_tables import table
 from .text_tables import TextTable, aligned
 
@@ -30,7 +31,7 @@ class TextFrame(pd.DataFrame):
         """The text of each cell, by row and column."""
         rows = zip(map(str, self.index), self.to_numpy().tolist(), strict=True)
         columns = list(map(str, self.columns))
-        return {("", name): dict(zip(columns, map(str, row), strict=True)) for name, row in rows}
+        return {("", name): dict(zip(columns, map(_text, row), strict=True)) for name, row in rows}
 
     def __repr__(self) -> str:
         if not len(self) or not self.index.is_unique or not self.columns.is_unique:
@@ -40,4 +41,8 @@ class TextFrame(pd.DataFrame):
 
     def _repr_html_(self) -> str:
         cells = self.reset_index()
-        return table(list(map(str, cells)), [list(map(str, row)) for row in cells.to_numpy()])
+        return table(list(map(str, cells)), [list(map(_text, row)) for row in cells.to_numpy()])
+
+
+def _text(cell: object) -> str:
+    return in_digits(cell) if isinstance(cell, float) else str(cell)

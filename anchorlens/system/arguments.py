@@ -61,8 +61,8 @@ def checked(function: Checked, described: Any = None) -> Checked:
         try:
             bound = signature.bind(*args, **kwargs)
         except TypeError:
-            _refuse_unknown(name, signature, (described or function).__doc__ or "", kwargs)
-            return args, kwargs  # Python says which argument is missing
+            _refuse_unbound(name, function, described, args, kwargs)
+            return args, kwargs  # Python says that there are too many
         _refuse_no_folder(name, bound.arguments.get("folder"))
         types_decide = "folder" not in bound.arguments
         for argument, hint in _hints_of(function).items():
@@ -164,26 +164,27 @@ def _refuse_no_folder(name: str, folder: Any) -> None:
         )
 
 
-def _refuse_unknown(
-    name: str, signature: inspect.Signature, description: str, given: Iterable[str]
-) -> None:
+def _refuse_unbound(name: str, function: Any, described: Any, args: Any, given: Any) -> None:
     """Raise an error for a name that is none of a function's arguments, with the one that is meant.
 
-    It is the argument with nearly this name, or else that whose description has the word earliest.
+    It is the argument whose class has this field, or one with nearly this name, or else that whose
+    description has the word earliest. Also an error for what is missing, with its description.
     """
     several = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
-    parameters = signature.parameters.values()
+    parameters = inspect.signature(function).parameters.values()
     names = [each.name for each in parameters if each.kind not in several]
     names = [each for each in names if each not in ("self", "cls")]
-    entries = re.findall(r"^    (\w+): (.*(?:\n {8}.*)*)", inspect.cleandoc(description), re.M)
+    description = inspect.cleandoc((described or function).__doc__ or "")
+    entries = re.findall(r"^    (\w+): (.*(?:\n {8}.*)*)", description, re.M)
     texts = {
         key: re.split(r"\. ", " ".join(text.replace("``", "").split()))[0].rstrip(".")
         for key, text in entries
         if key in names
     }
-    for word in given:
-        if word in names:
-            continue
+    unknown = {word: value for word, value in given.items() if word not in names}
+    for word in unknown:
+        if inside := _in_a_field(unknown, _hints_of(function)):
+            raise ArgumentError(f"{name} has no argument {word!r}; write {inside}")
         places = {
             key: found.start()
             for key, text in texts.items()
@@ -193,6 +194,21 @@ def _refuse_unknown(
         text = texts.get(meant[0], "") if meant else ""
         cure = f"write {meant[0]}={f' ({text})' * bool(text)}; it takes" if meant else "it takes"
         raise ArgumentError(f"{name} has no argument {word!r}; {cure} {', '.join(names)}")
+    left = [each for each in [*parameters][len(args) :] if each.default is each.empty]
+    if missing := [each.name for each in left if each.name in {*names}.difference(given)]:
+        told = "; ".join(f"{each}, {texts[each]}" if each in texts else each for each in missing)
+        raise TypeError(f"{name} takes {', '.join(names)}; missing is {told}")
+
+
+def _in_a_field(given: Mapping[str, Any], hints: Mapping[str, Any]) -> str:
+    """An argument that may be an object with fields of these names: ``site=al.Site(heads=0)``."""
+    for key, hint in hints.items():
+        for kind in get_args(hint) if get_origin(hint) in (Union, UnionType) else ():
+            fields = {each.rstrip("s"): each for each in getattr(kind, "__dataclass_fields__", ())}
+            pairs = [(fields.get(word.rstrip("s")), value) for word, value in given.items()]
+            if told := [f"{field}={value!r}" for field, value in pairs if field]:
+                return f"{key}=al.{kind.__name__}({', '.join(told)})"
+    return ""
 
 
 @cache
@@ -416,7 +432,7 @@ def _as_tensor(value: Any, hint: Any) -> Any:
     torch = sys.modules.get("torch")
     if torch is not None and isinstance(value, torch.Tensor):
         return value
-    is_list = isinstance(value, list | tuple)
+    is_list = isinstance(value, list | tuple | range)
     is_array = is_list or type(value).__module__ == "numpy"
     cure = "; convert it with torch.as_tensor" if is_array else ""
     if is_list and torch is not None and hint.__name__.startswith("Int"):

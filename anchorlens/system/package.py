@@ -8,17 +8,18 @@ from importlib import import_module
 from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec, resolve_name
 from pathlib import Path
-from types import MappingProxyType, ModuleType
+from types import ModuleType
 from typing import Any
+
+from ..other_words import instead_of
 
 
 def imported_at_first_use(
-    package: str, source: str, other_words: Mapping[str, str] = MappingProxyType({})
+    package: str, source: str
 ) -> tuple[Callable[[str], Any], Callable[[], list[str]], list[str]]:
     """``__getattr__``, ``__dir__`` and ``__all__`` of a package, from its ``if TYPE_CHECKING``.
 
-    Also of a module beside the folders, such as anchorlens.records. ``other_words`` are those
-    of other tools, each with its name here.
+    Also of a module beside the folders, such as anchorlens.records.
     """
     here = getattr(sys.modules[package].__spec__, "parent", package)
     origins = {
@@ -39,10 +40,8 @@ def imported_at_first_use(
             value = import_module(f"{package}.{name}")  # a folder, such as anchorlens.errors
         else:
             asks_top = "." not in package and not name.startswith("_")
-            home = other_words.get(name) or (_home_of(package, name, origins) if asks_top else "")
-            raise AttributeError(
-                f"module {package!r} has no attribute {name!r}{home and f'; it is {home}'}"
-            )
+            cure = (instead_of(name) or _home_of(package, name, origins)) if asks_top else ""
+            raise AttributeError(f"module {package!r} has no attribute {name!r}{cure}")
         setattr(sys.modules[package], name, value)  # found without this function from now on
         return value
 
@@ -67,12 +66,12 @@ def _is_module(package: str, name: str) -> bool:
 def _home_of(package: str, name: str, origins: Mapping[str, tuple[str, str]]) -> str:
     """Where a name is that is not at the top, but in a module there or in hooks; "" if nowhere."""
     if known := homes_of(package).get(name):
-        return f"{known.__name__}.{name}"
+        return f"; it is {known.__name__}.{name}"
     modules = [_imported(*origin) for origin in origins.values() if _is_module(*origin)]
     for module in (*modules, import_module(f"{package}.hooks")):
         kind = str(getattr(getattr(module, name, None), "__module__", ""))
         if kind.startswith(package):
-            return f"{package}.{module.__name__.rpartition('.')[2]}.{name}"
+            return f"; it is {package}.{module.__name__.rpartition('.')[2]}.{name}"
     return ""
 
 

@@ -1,6 +1,8 @@
 """`anchorlens across` and `anchorlens faithfulness`: tables, report, results, and resuming."""
 
 import json
+import re
+from html import unescape
 from pathlib import Path
 from shutil import copytree, ignore_patterns
 from typing import Any
@@ -9,6 +11,7 @@ from unittest.mock import Mock
 import pandas as pd
 import pytest
 import torch
+from transformers import AutoModelForCausalLM
 
 import anchorlens as al
 from anchorlens.errors import DataError
@@ -195,8 +198,17 @@ def test_faithfulness_explains_what_the_model_writes(
             log_probs = model(torch.tensor([ids]))[0].log_softmax(-1)
         expected = log_probs[-25:-1].max(-1).values.sum()
         assert float(record.log_prob[number]) == pytest.approx(float(expected), abs=1e-3)
-    page = (out / "report.html").read_text("utf-8")
+    page = unescape((out / "report.html").read_text("utf-8"))
     assert ">Faithfulness</h3>" in page and "best possible" in page
+    first: Any = record.rests_on()
+    assert first.index.tolist() == [0, 1]
+    for number, told in zip(first.index, first.itertuples(), strict=True):
+        question = f"Question: {ROWS[number]['question']} Answer:"
+        assert told.text == ROWS[number]["documents"][int(told.segment[-1]) - 1]
+        rests = f'Prompt {number}, "{question}": the answer "{answer[:59]}…" rests '
+        assert f"<li>{rests}" in page and rests in " ".join(said.split())
+        rest = f'on {told.segment}, "{told.text}": without it, its log-odds fall by '
+        assert told.score == "one by one" and rest in page
     error = failed(*arguments, "--shots", "2")
     assert "has documents and no demonstrations, so leave out --shots" in error
 
@@ -210,10 +222,43 @@ def test_faithfulness_of_a_task_is_that_of_the_question(
     arguments = [*into_folder, "--queries", "3", "--subsets", "5", "--top", "2"]
     arguments += ["--json", "--quiet", "--task", "questions"]
     arguments += ["--remove-text"] if removal == "text" else []
-    values = json.loads(done("faithfulness", *arguments).out)["tasks"][0]["faithfulness"]
-    model = al.load_model(shallow_folder)
+    told = json.loads(done("faithfulness", *arguments).out)["tasks"][0]
+    assert "Scores explain the predicted label, right or wrong: the" in told["answer"]["limits"]
+    values, model = told["faithfulness"], al.load_model(shallow_folder)
     batches = al.sample_prompts(model, "questions", queries=3)
     asked = al.Faithfulness(subsets=5, top=2, remove=getattr(al.removal, removal))
     expected = ask(model, batches, asked, progress=False)
     found = [score["value"] for score in values["drop"].values()]
     assert found == pytest.approx(expected.drop.tolist(), abs=1e-5)
+
+    # What is said of each prompt, in plain transformers.
+    weights = AutoModelForCausalLM.from_pretrained(shallow_folder)
+    prompts = {int(batch.index[k]): batch.prompt(k) for batch in batches for k in range(len(batch))}
+    assert [row["prompt"] for row in told["rests_on"]] == [0, 1, 2]
+    for row in told["rests_on"]:
+        text = model.tokenizer.decode(prompts[row["prompt"]].tokens[0])
+        parts = re.split("(?=Question: )", text)[1:]
+        pieces = [torch.tensor(model.tokenizer(part)["input_ids"]) for part in parts]
+        number = int(row["segment"].rpartition(" ")[2]) - 1
+        assert " ".join(parts[number].split()).startswith(row["text"].rstrip("…"))
+        assert " ".join(parts[-1].split()).startswith(row["query"].rstrip("…"))
+
+        def log_odds(without: int | None, pieces: list[Any] = pieces) -> torch.Tensor:
+            """Of each token that comes next."""
+            ids, mask = (
+                torch.cat(pieces),
+                torch.cat([torch.full_like(piece, k != without) for k, piece in enumerate(pieces)]),
+            )
+            if removal == "text":
+                ids, mask = ids[mask > 0], mask[mask > 0]
+            places = torch.arange(len(ids))[None]
+            with torch.no_grad():
+                logits = weights(ids[None], attention_mask=mask[None], position_ids=places).logits
+            return logits[0, -1].double().softmax(0).logit()
+
+        words = {word: model.tokenizer(word)["input_ids"][0] for word in batches[0].labels}
+        answer = max(words, key=lambda word: log_odds(None)[words[word]])
+        losses = [(log_odds(None) - log_odds(k))[words[answer]] for k in range(6)]
+        assert number == int(torch.stack(losses).argmax())
+        assert row["answer"] == answer.strip()
+        assert row["value"] == pytest.approx(float(losses[number]), abs=1e-4)

@@ -25,13 +25,22 @@ def test_nothing_is_told_of_random_weights(make: Any, byte_level: Any, hooked: A
         al.Accuracy(),
     ]
     records = al.run(model, questions(model, 12), asked, progress=False, resamples=20)
+    right = records["accuracy"].estimate("accuracy").percent()
     for name in ("contexts", "faithfulness"):
         answer = answer_of([records[name], records["accuracy"]], [])
-        assert answer is not None and answer.sentence.startswith("This cannot be told: the model")
+        assert answer is not None
         assert "one set of demonstrations: intervals do not speak of other sets" in answer.limits
         # Without accuracy nothing is known of it.
         alone = answer_of([records[name]], [])
-        assert alone is not None and "is not known: run Accuracy" in alone.sentence
+        assert alone is not None
+        if name == "contexts":
+            assert answer.sentence.startswith("This cannot be told: the model")
+            assert "is not known: run Accuracy" in alone.sentence
+        else:  # the answer is explained, right or wrong
+            assert "Random scores have" in answer.sentence == alone.sentence
+            assert "Scores explain the predicted label, right or wrong: the mo" in answer.limits
+            assert f"the accuracy, {right}, is not" in answer.limits
+            assert "is not known: run Accuracy" in alone.limits
     # Of a model that does the task, the same records tell.
     contexts, faithfulness = records["contexts"], records["faithfulness"]
     whole = contexts.estimate("whole_accuracy").percent()

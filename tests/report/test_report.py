@@ -413,7 +413,7 @@ def test_a_prompt_needs_a_tokenizer_and_finite_saliency(byte_level: Any, hooked:
     batch = questions(model, count=3)[0]
     tokenizer, model.tokenizer = model.tokenizer, None
     try:
-        with pytest.raises(PromptError, match="expected the tokenizer"):
+        with pytest.raises(PromptError, match="the model has no tokenizer"):
             al.plot_prompt(model, batch)
         shown = al.plot_prompt(model, batch, tokenizer=tokenizer)
     finally:

@@ -125,7 +125,8 @@ def test_wilson_intervals_equal_scipy(right: int, count: int) -> None:
     exact = binomtest(right, count).proportion_ci(method="wilson")
     ours = wilson(torch.tensor(right / count), torch.tensor(float(count)), norm.ppf(0.975))
     assert ours.tolist() == pytest.approx([exact.low, exact.high], abs=1e-6)
-    answers = {"correct": (torch.arange(count) < right).double(), "classes": torch.ones(count, 1)}
+    answers = {"correct": (torch.arange(count) < right).double()}
+    answers |= dict.fromkeys(("queries", "answers"), torch.ones(count, 1))
     record = with_intervals(al.Accuracy().result, answers, resamples=10, info={})
     assert record.intervals["accuracy"].tolist() == pytest.approx([exact.low, exact.high])
 

@@ -49,7 +49,7 @@ MODELS, SETS = ("gpt2", "llama", "gemma3"), {"one": 1, "several": 3}
 WAYS = {"whole": WHOLE, "shared": SHARED, "long": SHARED}
 PROMPTS = 12  # after each set of demonstrations: at least 10, so that several sets are given ones
 # What is no number of the code, and what other machines or versions change.
-LEFT_OUT = {"seconds", "whole_seconds", "versions", "model"}
+LEFT_OUT = {"seconds", "whole_seconds", "versions", "model", "first_prompts", "one_by_one"}
 # Every call and every way. The other models are left out: transformers computes their softmax and
 # rotary positions in float32 whatever the model's type, so that they differ between machines.
 IN_SUITE = [
