@@ -111,6 +111,7 @@ def test_scores_are_those_of_faithfulness(known: Known) -> None:
         assert (record.scores[number] - ours[name]).abs().max() < 1e-6, name
 
 
+@pytest.mark.slow_cases("six segments", "position")
 @each_model
 def test_what_the_answer_rests_on_is_told_with_what_it_loses(known: Known) -> None:
     weights, texts = known.weights(), {name: text for name, text in known.prompt if name}
