@@ -20,8 +20,8 @@ LONGEST_LINE = 62  # characters of a line
 HEADING = "The paper's claims, with 95\u00a0% intervals"
 
 
-def forest(claims: Sequence[Claim]) -> Markup:
-    """The claims as one picture; it is as wide as its column, and 400 units."""
+def forest(claims: Sequence[Claim], note: str = "") -> Markup:
+    """The claims as one picture, 400 units wide; what is saved says the note."""
     parts, top = list[str](), 4.0
     for claim in claims:
         title = wrap(claim.statement.rstrip("."), LONGEST_LINE)
@@ -35,8 +35,9 @@ def forest(claims: Sequence[Claim]) -> Markup:
         f"{claim.statement} {claim.estimate}, {claim.verdict}." for claim in claims
     )
     return Markup(
-        f'<svg class="forest" data-figure="claims" data-title="{escape(HEADING)}" role="img" '
-        f'aria-label="{escape(alternative)}" viewBox="0 0 {WIDE} {top:g}">{"".join(parts)}</svg>'
+        f'<svg class="forest" data-figure="claims" data-title="{escape(HEADING)}" '
+        f'data-note="{escape(note)}" role="img" aria-label="{escape(alternative)}" '
+        f'viewBox="0 0 {WIDE} {top:g}">{"".join(parts)}</svg>'
     )
 
 

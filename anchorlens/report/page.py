@@ -2,6 +2,7 @@
 
 import json
 import re
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import date
@@ -17,7 +18,7 @@ import plotly.graph_objects as go
 import plotly.io
 
 from ..errors import AnchorlensError
-from ..results.answer import Answer
+from ..results.answer import Answer, drawn_from, scope_in
 from ..results.estimate import in_digits
 from ..results.record import RANDOM_MODELS, Record, has_plot, meaning_of
 from ..runs.identity import versions
@@ -62,6 +63,8 @@ class _Section:
     id: str
     heading: str
     caption: str = ""
+    note: str = ""  # what bands and brackets are, and from how many prompts
+    scope: str = ""  # of what intervals speak
     sentence: str = ""
     title: str = ""
     figure: str = ""
@@ -106,6 +109,8 @@ class _Chapter:
     name: str = ""
     source: str = ""  # the model and the task
     claims: Sequence[Claim] = ()
+    scope: str = ""  # of what the intervals of most claims speak
+    note: str = ""
     answer: Answer | None = None
     forest: str = ""
     cannot_tell: str = ""
@@ -244,13 +249,21 @@ def _chapter(
         _section(_id(chapter_id, number, name), name, record, figures, common)
         for number, (name, record) in enumerate(contents.records.items())
     ]
+    scopes = Counter(claim.scope for claim in judged if claim.estimate.has_interval)
+    [info] = [record.info for record in records if "prompts" in record.info][:1] or [{}]
+    note = (
+        f"{drawn_from(info, 'brackets')} A dot without a bracket is a draw, grey is what it is "
+        "compared with, and the dotted line is the limit of the claim."
+    ).strip()
     return _Chapter(
         chapter_id,
         name,
         ", ".join([*_model_of(common), *([name] if name else [])]),
         judged,
+        scopes.most_common(1)[0][0] if scopes else "",
+        note,
         answer,
-        forest(judged) if judged else "",
+        forest(judged, note) if judged else "",
         reason_against_ability(records),
         sentences(records),
         surprises(records),
@@ -312,6 +325,8 @@ def _section(
     return replace(
         section,
         caption="" if section.sentence else caption,
+        note=_note(section.figure, record),
+        scope=scope_in(record.info),
         table=_made_by(record, "table", pd.DataFrame) if hasattr(record, "table") else None,
         fields=_fields(record),
         columns=list(frame.columns),
@@ -321,6 +336,19 @@ def _section(
         ],
         settings=_facts({key: value for key, value in record.info.items() if key not in common}),
     )
+
+
+def _note(figure: str, record: Record) -> str:
+    """What bands and brackets of the figure of a record are, and from how many prompts."""
+    if not figure:
+        return ""
+    traces = json.loads(figure)["data"] if record.intervals else ()
+    outlines = [t["y"] for t in traces if t.get("fill") == "toself" and "fillpattern" not in t]
+    ends = [trace.get(f"error_{axis}", {}) for trace in traces for axis in "xy"]
+    arrays = [each.get("array", ()) for each in ends if each.get("visible", True)]
+    marks = {"pale bands": outlines, "brackets": arrays}
+    known = (mark for mark, of in marks.items() if any(n is not None for each in of for n in each))
+    return drawn_from(record.info, *known)
 
 
 def _figure_section(section_id: str, heading: str, figure: go.Figure | None) -> _Section:

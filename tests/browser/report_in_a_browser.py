@@ -122,6 +122,12 @@ def test_every_figure_is_saved_as_svg_and_png(report: Path, browser: Any) -> Non
                     saved[number] = content.decode()
                     assert f"{MODEL}, {'one' if number < 6 else 'two'}<" in saved[number]
         picture, of_claims = saved[0], saved[1]
+        after = "12 prompts after one set of demonstrations."
+        marks = ["Brackets", "Pale bands", "Pale bands", "", "Brackets"]
+        for number, mark in enumerate(marks, start=1):
+            note = f"{mark} are 95 % intervals, from {after}" if mark else f"From {after}"
+            texts = [*ElementTree.fromstring(saved[number]).itertext()]
+            assert note in " ".join(texts).replace("  ", " ")
         assert "layer " in picture and "nats" in picture and "The model answers" in picture
         assert "stroke-dasharray: 2" in of_claims and "text-anchor: middle" in of_claims
         assert "The paper's claims" in of_claims

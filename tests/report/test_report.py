@@ -77,21 +77,27 @@ class Page(HTMLParser):
         super().__init__()
         self.tags: list[tuple[str, dict[str, str | None]]] = []
         self.cells: list[str] = []
-        self.open = False
+        self.captions: list[str] = []
+        self.open = self.in_caption = False
         self.feed(path.read_text(encoding="utf-8"))
 
     def handle_starttag(self, tag: str, attrs: Any) -> None:
         self.tags.append((tag, dict(attrs)))
         starts = tag in ("td", "th")
+        self.in_caption = tag == "caption"
+        self.captions += [""] * self.in_caption
         self.cells += [""] * starts
         self.open = starts or (self.open and tag == "button")
 
     def handle_endtag(self, tag: str) -> None:
         self.open = self.open and tag not in ("td", "th")
+        self.in_caption = self.in_caption and tag != "caption"
 
     def handle_data(self, data: str) -> None:
         if self.open:
             self.cells[-1] += data
+        if self.in_caption:
+            self.captions[-1] += data
 
     def count(self, tag: str) -> int:
         return sum(name == tag for name, _ in self.tags)
@@ -387,6 +393,62 @@ def test_digests_of_queries_are_not_on_the_page(tmp_path: Path) -> None:
         assert str(digest) not in text and "queries in training" not in text
     text = written(tmp_path, {"a": records["a"]})
     assert str(digest) not in text and ">seed<" in text
+
+
+PROMPTS = {"prompts": 12, "demonstration_sets": 1}
+
+
+def test_below_each_figure_stands_what_its_marks_are_and_of_how_many_prompts(
+    tmp_path: Path,
+) -> None:
+    after = "12 prompts after one set of demonstrations."
+    marks = {
+        "SaliencyFlowsRecord": "Pale bands are 95 % intervals, from",
+        "AnchorDistancesRecord": "From",
+        "EdgeSweepRecord": "Brackets are 95 % intervals, from",
+        "TrainingRecord": "From",
+    }
+    made = dict(made_up_records())
+    for name, text in marks.items():
+        record = replace(made[name], info={**made[name].info, **PROMPTS})
+        page = written(tmp_path, {"x": record})
+        assert f'<p class="caption">{text} {after}</p>' in page, name
+        assert f'data-note="{text} {after}"' in page, name  # which a saved picture has
+    bare = replace(record, intervals={}, info={**record.info, "demonstration_sets": 3})
+    page = written(tmp_path, {"x": bare})
+    assert ">From 12 prompts after 3 sets of demonstrations.<" in page
+    assert 'class="caption">From' not in written(tmp_path, {"x": made["TrainingRecord"]})
+    # Bands without any end are not seen.
+    flows = replace(
+        made["SaliencyFlowsRecord"], info=PROMPTS,
+        intervals={k: v * NAN for k, v in made["SaliencyFlowsRecord"].intervals.items()},
+    )  # fmt: skip
+    assert f">From {after}<" in written(tmp_path, {"x": flows})
+
+
+def test_of_what_intervals_speak_is_said_once_a_table(tmp_path: Path) -> None:
+    made, scope = dict(made_up_records()), "other queries after this one set of demonstrations"
+    names = ("SaliencyFlowsRecord", "AttentionAUCROCRecord", "AnchorDistancesRecord")
+    info = {**PROMPTS, "intervals_for": scope}
+    records = {name: replace(made[name], info={**made[name].info, **info}) for name in names}
+    right: dict[str, Any] = {
+        "accuracy": torch.tensor(0.95, dtype=torch.double)
+    }  # claims are judged
+    bounds = {**records[names[2]].intervals, "accuracy": torch.tensor([0.9, 1.0])}
+    distances = replace(records[names[2]], intervals=bounds, **right)
+    path = write(tmp_path, records | {names[2]: distances})
+    page, rows = (
+        Page(path),
+        path.read_text("utf-8").partition("<tbody>")[2].partition("</tbody>")[0],
+    )
+    said = f"Numbers in brackets are 95\xa0% intervals, for {scope}, not for other sets."
+    assert [each.strip() for each in page.captions] == [
+        f"The paper's claims against this model. {said}"
+    ]
+    assert re.findall("For other .*?[.]", rows) == ["For other keys of these 4 classes."]
+    contexts = made["ContextsRecord"]
+    page = Page(write(tmp_path, {"a": replace(contexts, info={**contexts.info, **info})}))
+    assert page.captions == [said]
 
 
 def test_figures_may_have_any_meta_and_a_subtitle(tmp_path: Path) -> None:

@@ -67,8 +67,8 @@ const withStyles = (svg) => inLight(() => {
   const ends = [...svg.querySelectorAll("text")].map((text) => text.getBBox()).map((box) => box.x + box.width);
   const inner = Math.max(svg.viewBox.baseVal.width, ...ends), width = inner + 2 * MARGIN;
   const title = linesOf(svg.dataset.title ?? "", inner, TITLE);
-  const texts = [...title.map((line) => [line, TITLE]), ...linesOf(sourceOf(svg), inner, PLAIN)
-    .map((line) => [line, PLAIN])].filter(([line]) => line);
+  const texts = [...title.map((line) => [line, TITLE]), ...[sourceOf(svg), svg.dataset.note ?? ""]
+    .flatMap((text) => linesOf(text, inner, PLAIN)).map((line) => [line, PLAIN])].filter(([line]) => line);
   const top = MARGIN + 17 * texts.length + (texts.length ? 8 : 0);
   const height = top + svg.viewBox.baseVal.height + MARGIN;
   return textOfSvg(svgNode("svg", { width, height, viewBox: `0 0 ${width} ${height}` },
