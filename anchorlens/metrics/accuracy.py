@@ -11,6 +11,7 @@ from torch import Tensor
 
 from ..errors import MetricError
 from ..prompts.batch import PromptBatch
+from ..results import figures
 from ..results.bootstrap import with_intervals
 from ..results.contributions import Contributions
 from ..results.kinds import difference, of_prompts, share
@@ -43,8 +44,9 @@ class AccuracyRecord(Record):
     )
 
     def plot(self) -> go.Figure:
-        """Accuracy as a bar with its interval."""
-        return plots.accuracies(self, ["accuracy"]).update_yaxes(range=[0.0, 1.0])
+        """Accuracy with its interval, as a sentence."""
+        right = self.estimate("accuracy").percent()
+        return figures.sentence(f"{right} of the queries are answered right.", title="Accuracy")
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -74,7 +76,7 @@ class AccuracyComparisonRecord(Record):
 
     def plot(self) -> go.Figure:
         """Accuracies as bars with their intervals (the paper's Table 1)."""
-        return plots.accuracies(self, self.info["methods"])
+        return plots.accuracies(self)
 
 
 @checked

@@ -68,10 +68,10 @@ LEGEND_OF_SCORES = (
 )
 
 
-def accuracies(record: Record, series: Sequence[str]) -> go.Figure:
+def accuracies(record: Record) -> go.Figure:
     numbers = with_ends(record, "accuracy", shaped=lambda numbers: numbers.view(1, 1, -1))
     names: dict[str, Any] = {"panels": ["share of prompts"], "groups": ["accuracy"]}
-    return figures.bars(**numbers, **names, series=series, title="Accuracy")
+    return figures.bars(**numbers, **names, series=record.info["methods"], title="Accuracy")
 
 
 def flows(record: Record) -> go.Figure:

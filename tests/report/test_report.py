@@ -232,7 +232,9 @@ def test_every_record_is_drawn_and_saved_with_and_without_intervals(tmp_path: Pa
         for shown in (record,) if has_always else (record, bare):
             figure = shown.plot()
             assert isinstance(figure, go.Figure)
-            assert figure.data and figure.layout.title.text, name
+            assert figure.layout.title.text, name
+            # A single number stands in a sentence.
+            assert bool(figure.data) != isinstance(record, al.records.AccuracyRecord), name
             assert_same(al.load_record(shown.save(tmp_path / name)), shown, 0)
 
 
@@ -449,6 +451,20 @@ def test_of_what_intervals_speak_is_said_once_a_table(tmp_path: Path) -> None:
     contexts = made["ContextsRecord"]
     page = Page(write(tmp_path, {"a": replace(contexts, info={**contexts.info, **info})}))
     assert page.captions == [said]
+
+
+def test_a_single_number_stands_in_a_sentence(tmp_path: Path) -> None:
+    number, correct = torch.tensor(0.75), torch.tensor([1.0, 1.0, 0.0, 1.0])
+    bounds = {"accuracy": torch.tensor([0.3, 0.95])}
+    accuracy = al.records.AccuracyRecord(accuracy=number, correct=correct, intervals=bounds)
+    losses: dict[str, Any] = dict.fromkeys(("loss", "clean_loss"), torch.tensor(1.5))
+    losses |= dict.fromkeys(("loss_per_prompt", "clean_loss_per_prompt"), torch.ones(2))
+    same = al.records.LossRecord(change=torch.tensor(0.0), **losses)
+    text = written(tmp_path, {"accuracy": accuracy, "loss": same})
+    assert "75 % [30, 95] of the queries are answered right." in text
+    assert "<strong>The loss is 1.50.</strong>" in text and figures_of(text) == 0
+    changed = replace(same, change=torch.tensor(0.1))
+    assert figures_of(written(tmp_path, {"loss": changed})) == 1
 
 
 def test_figures_may_have_any_meta_and_a_subtitle(tmp_path: Path) -> None:
