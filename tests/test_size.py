@@ -22,7 +22,7 @@ def lines(*names: str) -> int:
 def test_lines() -> None:
     folders = ("models/*.py", "passes/*.py", "runs/*.py", "metrics/*.py", "hooks.py")
     assert lines(*folders) <= 16_226
-    assert lines("**/*.py") <= 44_410
+    assert lines("**/*.py") <= 44_429
 
 
 @pytest.mark.slow("runs that are counted")

@@ -14,11 +14,11 @@ from ..prompts.batch import PromptBatch
 from ..results import figures
 from ..results.bootstrap import with_intervals
 from ..results.contributions import Contributions
+from ..results.figure_parts import with_ends
 from ..results.kinds import difference, of_prompts, share
 from ..results.population import check_resamples, warn_if_few_units
 from ..results.record import Record
 from ..system.arguments import checked
-from . import plots
 from .metric import Metric
 from .predictions import predicted_class, require_gold
 from .reads import Seen
@@ -76,7 +76,9 @@ class AccuracyComparisonRecord(Record):
 
     def plot(self) -> go.Figure:
         """Accuracies as bars with their intervals (the paper's Table 1)."""
-        return plots.accuracies(self)
+        numbers = with_ends(self, "accuracy", shaped=lambda numbers: numbers.view(1, 1, -1))
+        names = ["share of prompts"], ["accuracy"], self.info["methods"]
+        return figures.bars(numbers.pop("values"), *names, **numbers, title="Accuracy")
 
 
 @checked

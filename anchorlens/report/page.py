@@ -119,6 +119,7 @@ class _Chapter:
     prompts: Sequence[_OfPrompt] = ()
     answers: Sequence[_OfPrompt] = ()
     sections: Sequence[_Section] = ()
+    kind: str = "Results"  # what a screen reader calls it where it has no name
 
 
 @checked
@@ -189,7 +190,7 @@ def write_report(
     ]
     if own:
         source = "".join(_model_of(common))
-        chapters.append(_Chapter("figures", source=source, sections=own))
+        chapters.append(_Chapter("figures", source=source, sections=own, kind="Figures"))
     has_figures = any(section.figure for chapter in chapters for section in chapter.sections)
     has_prompts = any(chapter.prompts or chapter.answers for chapter in chapters)
     of_prompts = (flow_page.style(), flow_page.script()) if has_prompts else ("", "")

@@ -230,6 +230,12 @@ def test_widths_of_arcs_are_the_sums_over_all_pairs_on_one_scale(
         assert widths(page) == pytest.approx(expected, rel=1e-6)
         assert "in this layer and head" not in page.locator(".title").inner_text()
         assert "head 1" in page.locator(".title").inner_text()
+        # Who does not see the arcs hears of the widest.
+        names = page.locator(".arcs title").all_text_contents()
+        assert page.locator(".arcs").get_attribute("aria-label") == (
+            f"Arcs of the flows between the parts of the prompt, layer 2. The widest: {names[-1]}."
+        )
+        assert f": {expected[0] * scale / 12:.3g} nats" in names[-1]
 
 
 def test_other_prompts_are_a_click_away(gpt2: Any, browser: Any, tmp_path: Path) -> None:

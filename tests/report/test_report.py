@@ -8,6 +8,8 @@ from hashlib import sha256
 from html import unescape
 from html.parser import HTMLParser
 from importlib.resources import files
+from itertools import pairwise
+from math import log
 from pathlib import Path
 from typing import Any
 
@@ -341,6 +343,49 @@ def test_the_forest_draws_each_claim_with_its_controls() -> None:
     alone = forest([replace(claim, estimate=Estimate(0.1), limit=0.0, controls=[])])
     [at], [zero] = places(alone, 'forest-agrees" cx="(.*?)"'), places(alone, 'x1="(.*?)"')
     assert 0 < at - zero < 10
+
+
+def test_a_ratio_has_a_logarithmic_axis_that_says_so_with_plain_numbers() -> None:
+    ratio = Claim(
+        "A claim.", "a number", Estimate(4.0, 0.3, 16.0), 2.0, "", "", Verdict.AGREES, ""
+    )  # fmt: skip
+    for claim in (ratio, replace(ratio, estimate=Estimate(1.3, 1.2, 1.4))):
+        drawn = forest([claim])
+        assert ">log scale<" in drawn
+        named = re.findall('class="limit-name" x="(.*?)".*?>(.*?)<', drawn)
+        assert len(named) >= 3 and named[0][1] == "2"  # the limit
+        [at] = places(drawn, 'circle class="forest-agrees" cx="(.*?)"')
+        [zero] = places(drawn, 'class="limit" x1="(.*?)"')
+        per_unit = (at - zero) / (log(claim.estimate.value) - log(2))
+        for x, tick in named:
+            expected = zero + per_unit * (log(float(tick)) - log(2))
+            assert float(x) == pytest.approx(expected, abs=0.7)
+        middles = sorted(float(x) for x, _ in named)
+        assert min(b - a for a, b in pairwise(middles)) > 15
+    assert "log scale" not in forest([replace(ratio, limit=0.5)])
+
+
+def test_headings_are_in_order_and_landmarks_have_names_of_their_own(
+    prompt: al.records.PromptFlows, tmp_path: Path
+) -> None:
+    made = dict(made_up_records())
+    flows, faithful = made["SaliencyFlowsRecord"], made["ContextsRecord"]
+    task = {"flows": flows, "contexts": faithful, "one": prompt, "other": prompt}
+    others: list[dict[str, Any]] = [task, {"one": prompt}, {"contexts": faithful}]
+    for results in [{"a": task, "b": task}, *others]:
+        page = Page(write(tmp_path, results, figures={"mine": go.Figure()}))
+        levels = [int(tag[1]) for tag, _ in page.tags if re.fullmatch("h[1-6]", tag)]
+        assert levels[0] == 1 and levels.count(1) == 1
+        assert all(after - before <= 1 for before, after in pairwise(levels)), levels
+        regions = [of.get("aria-label") for _, of in page.tags if of.get("role") == "region"]
+        assert None not in regions and len(regions) == len(set(regions))
+        parts = [of.get("aria-labelledby") for tag, of in page.tags if tag == "section"]
+        named = [name for name in parts if name]
+        assert len(named) == len(set(named)) and {*" ".join(named).split()} <= {
+            of.get("id") for _, of in page.tags
+        }
+        figures = [of for _, of in page.tags if of.get("class") == "figure"]
+        assert figures and all(of["role"] == "img" and of["aria-label"] for of in figures)
 
 
 def places(drawn: str, pattern: str) -> list[float]:

@@ -69,6 +69,7 @@ for (const root of document.querySelectorAll(".prompt")) {
     return height;
   };
 
+  const about = svg.getAttribute("aria-label");
   const thumbs = find(".thumbs"), SIZE = [26, 40];
   const drawThumbs = () => {
     const all = layers.map(view.arcs), largest = largestOf(all.flat()) || 1;
@@ -101,6 +102,9 @@ for (const root of document.querySelectorAll(".prompt")) {
     }));
     drawArcs();
     const [source, heads] = view.title(), prompt = sourceOf(svg) ? source.split(", ").at(-1) : source;
+    const arcs = view.arcs(layer()), widest = largestOf(arcs);
+    const arc = arcs.find(({ size }) => Math.abs(size) === widest);
+    svg.setAttribute("aria-label", `${about}, layer ${name}. ${arc ? `The widest: ${label(arc)}.` : "There is none."}`);
     svg.dataset.figure = [prompt || "flows", `layer ${name}`, heads].filter(Boolean).join(" ");
     find(".held").textContent = view.held();
     view.show();

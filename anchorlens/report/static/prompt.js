@@ -66,8 +66,9 @@ function viewOfPrompt({ data, find, choice, rows, tokens, elementOf, layer, text
       const count = [...words.segment(hidden)].filter(({ isWordLike }) => isWordLike).length;
       button.type = "button";
       button.className = "more";
-      button.ariaExpanded = isOpen;
-      button.ariaLabel = isOpen ? "fewer words" : `… ${count} more word${count === 1 ? "" : "s"}`;
+      button.setAttribute("aria-expanded", isOpen);
+      button.setAttribute("aria-label",
+        isOpen ? "fewer words" : `… ${count} more word${count === 1 ? "" : "s"}`);
       button.addEventListener("click", () => {
         opened[isOpen ? "delete" : "add"](row);
         fold();
