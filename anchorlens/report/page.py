@@ -3,7 +3,7 @@
 import json
 import re
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import date
 from html import unescape
@@ -32,7 +32,7 @@ from .contents import Contents, contents_of
 from .flow_page import FlowPage
 from .forest import HEADING, forest
 from .prompt_flows import PromptFlows
-from .templates import json_in_script, static, template
+from .templates import TERMS, json_in_script, static, template
 
 # A Record, PromptFlows or AnswerFlows by name, or a mapping of several records.
 ReportResults = Mapping[str, Any]
@@ -191,6 +191,7 @@ def write_report(
     if own:
         source = "".join(_model_of(common))
         chapters.append(_Chapter("figures", source=source, sections=own, kind="Figures"))
+    chapters = [*_with_terms(chapters)]
     has_figures = any(section.figure for chapter in chapters for section in chapter.sections)
     has_prompts = any(chapter.prompts or chapter.answers for chapter in chapters)
     of_prompts = (flow_page.style(), flow_page.script()) if has_prompts else ("", "")
@@ -214,6 +215,23 @@ def write_report(
     path = Path(path)
     write_text(path, page)
     return path
+
+
+def _with_terms(chapters: Sequence[_Chapter]) -> Iterator[_Chapter]:
+    """The chapters, in which the first caption or table with a word of the field explains it."""
+    known = {"nats"} if any(chapter.prompts for chapter in chapters) else set[str]()
+    for chapter in chapters:
+        sections = list[_Section]()
+        for section in chapter.sections:
+            columns = section.table.columns if section.table is not None else ()
+            text = " ".join([section.caption, section.title, section.figure, *columns])
+            found = [
+                term for term in TERMS if term not in known and re.search(rf"\b{term}\b", text)
+            ]
+            known.update(found)
+            caption = " ".join([section.caption, *map(TERMS.__getitem__, found)]).strip()
+            sections.append(replace(section, caption=caption))
+        yield replace(chapter, sections=sections)
 
 
 def _refuse_ambiguous(figures: Mapping[str, Any], chapters: Sequence[Contents]) -> None:

@@ -230,6 +230,8 @@ def points(
     check_shape(draws, of_groups, "pass the draws of each panel and group")
     ends = _ends(values, low, high)
     figure = make_subplots(len(panels), 1, shared_xaxes=True, vertical_spacing=0.08)
+    # A point that has none beside it stands over the name of its group.
+    beside = [*enumerate((~values.isnan().all(0)).all(1).tolist())]
     for panel, name in enumerate(panels):
         first = {"row": panel + 1, "col": 1}
         figure.update_yaxes(title=literal(name), range=[-0.02, 1.05], row=panel + 1)
@@ -238,7 +240,7 @@ def points(
                 continue
             of_series, (below, above) = values[panel, :, column], ends[:, panel, :, column]
             marks = go.Scatter(mode="markers", name=literal(series[column]), y=of_series.tolist())
-            marks.update(x=[group - 0.12 + 0.24 * column for group in range(len(groups))])
+            marks.update(x=[group + side * (0.24 * column - 0.12) for group, side in beside])
             _with_ends(marks, _NAME, of_series, below, above)
             marks.update(marker={"color": color, "size": 11, "symbol": SYMBOLS[column]})
             figure.add_trace(marks.update(legendgroup=column, showlegend=not panel), **first)

@@ -158,6 +158,7 @@ def test_the_figure_has_a_point_for_each_number_that_is_not_known_by_definition(
         assert [y for _, y in of_dots] == of_draws.tolist()
         assert {round(x) for x, _ in of_dots} == {3}
         assert means[number].y[-1] == float(of_draws.mean())
+    assert all(tuple(marks.x) == (0, 1, 2, 3) for marks in (*points, *means))
     axes = [figure.layout[f"yaxis{k}"].title.text for k in ("", 2, 3)]
     assert axes == ["accuracy", "label loyalty", "word loyalty"]
     assert list(figure.layout.xaxis.ticktext)[-1] == "random"

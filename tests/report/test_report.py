@@ -388,6 +388,31 @@ def test_headings_are_in_order_and_landmarks_have_names_of_their_own(
         assert figures and all(of["role"] == "img" and of["aria-label"] for of in figures)
 
 
+def test_a_word_of_the_field_is_explained_where_it_stands_first(
+    prompt: al.records.PromptFlows, tmp_path: Path
+) -> None:
+    made = dict(made_up_records())
+    flows, contexts, distances = (
+        made[f"{name}Record"] for name in ("SaliencyFlows", "Contexts", "AnchorDistances")
+    )
+    cases: list[tuple[dict[str, Any], str, int]] = [
+        ({"accuracy": made["AttentionAUCROCRecord"]}, "", 0),
+        ({"distances": distances, "a": contexts, "b": contexts}, "a", 1),
+        ({"distances": distances, "flows": flows, "a": contexts}, "flows", 1),
+        ({"flows": flows, "one": prompt}, "prompt", 1),  # which stands before all figures
+    ]
+    for results, first, count in cases:
+        text = written(tmp_path, results)
+        captions = " ".join(re.findall('<p class="caption">(.*?)</p>', text, re.DOTALL))
+        assert captions.count("A nat is the unit of losses") == count
+        main = captions.count("The main directions are those in which the query vectors")
+        assert main == ("distances" in results)
+        if count:
+            section = re.findall('(?:<section|<div) id="(.*?)"', text.partition("A nat is")[0])[-1]
+            assert first in section
+    assert "A nat is the unit of losses" in prompt.page()
+
+
 def places(drawn: str, pattern: str) -> list[float]:
     return [*map(float, re.findall(pattern, drawn))]
 
