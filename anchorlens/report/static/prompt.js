@@ -44,21 +44,22 @@ function viewOfPrompt({ data, find, choice, rows, tokens, elementOf, layer, text
   };
   for (const token of tokens) token.addEventListener("pointerenter", () => choose(token));
   // A long part shows its last words, which stand before a label word, until all are asked for.
-  const opened = new Set(), LINES = 2, ROOM = 130;  // pixels of its button
+  const opened = new Set(), ROOM = 120;  // pixels of its button
   const words = new Intl.Segmenter(undefined, { granularity: "word" });
   const inRow = (row) => [...row.querySelectorAll("[data-token]")];
   const fold = (isWhole = false) => {
     for (const element of find(".rows").querySelectorAll(".folded")) element.classList.remove("folded");
     for (const button of find(".rows").querySelectorAll(".more")) button.remove();
     const line = parseFloat(getComputedStyle(find(".rows")).lineHeight);
+    const most = find(".rows").clientWidth < 330 ? 3 : 2;  // lines
     // All is measured before anything changes, or a page of hundreds of parts would be slow.
     const firsts = rows.filter((row) => !isWhole && row.matches(".text")).map((row) => {
       const of = inRow(row), boxes = of.map((token) => token.getBoundingClientRect());
       const above = boxes.map(({ bottom }) => Math.round((boxes.at(-1).bottom - bottom) / line));
-      const fits = of.map((_, k) => above[k] < LINES - 1
-        || above[k] === LINES - 1 && boxes[k].left - boxes[0].left >= ROOM);
-      const begins = of.findIndex(({ textContent }, k) => fits[k] && /^\s/.test(textContent));
-      return [row, of, above[0] < LINES ? 0 : begins > 0 ? begins : fits.indexOf(true)];
+      const fits = of.map((_, k) => above[k] < most - 1
+        || above[k] === most - 1 && boxes[k].left - boxes[0].left >= ROOM);
+      const begins = of.findIndex(({ textContent }, k) => fits[k] && /^[\s↵]/.test(textContent));
+      return [row, of, above[0] < most ? 0 : begins > 0 ? begins : fits.indexOf(true)];
     });
     for (const [row, of, first] of firsts.filter(([, , first]) => first > 0)) {
       const button = document.createElement("button"), isOpen = opened.has(row);
