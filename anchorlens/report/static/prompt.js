@@ -44,22 +44,22 @@ function viewOfPrompt({ data, find, choice, rows, tokens, elementOf, layer, text
   };
   for (const token of tokens) token.addEventListener("pointerenter", () => choose(token));
   // A long part shows its last words, which stand before a label word, until all are asked for.
-  const opened = new Set(), ROOM = 120;  // pixels of its button
+  // Pixels of a button, and of a word for which a line has no room.
+  const opened = new Set(), LINES = 2, TAKEN = 180;
   const words = new Intl.Segmenter(undefined, { granularity: "word" });
-  const inRow = (row) => [...row.querySelectorAll("[data-token]")];
+  const widthOf = (token) => [...token.getClientRects()].reduce((sum, { width }) => sum + width, 0);
   const fold = (isWhole = false) => {
     for (const element of find(".rows").querySelectorAll(".folded")) element.classList.remove("folded");
     for (const button of find(".rows").querySelectorAll(".more")) button.remove();
-    const line = parseFloat(getComputedStyle(find(".rows")).lineHeight);
-    const most = find(".rows").clientWidth < 330 ? 3 : 2;  // lines
+    const most = (LINES + 0.5) * parseFloat(getComputedStyle(find(".rows")).lineHeight);
+    const isLong = (row) => !isWhole && row.matches(".text") && row.offsetHeight > most;
     // All is measured before anything changes, or a page of hundreds of parts would be slow.
-    const firsts = rows.filter((row) => !isWhole && row.matches(".text")).map((row) => {
-      const of = inRow(row), boxes = of.map((token) => token.getBoundingClientRect());
-      const above = boxes.map(({ bottom }) => Math.round((boxes.at(-1).bottom - bottom) / line));
-      const fits = of.map((_, k) => above[k] < most - 1
-        || above[k] === most - 1 && boxes[k].left - boxes[0].left >= ROOM);
-      const begins = of.findIndex(({ textContent }, k) => fits[k] && /^[\s↵]/.test(textContent));
-      return [row, of, above[0] < most ? 0 : begins > 0 ? begins : fits.indexOf(true)];
+    const firsts = rows.filter(isLong).map((row) => {
+      const of = [...row.querySelectorAll("[data-token]")];
+      let first = of.length - 1, room = LINES * row.clientWidth - TAKEN - widthOf(of[first]);
+      while (first > 0 && (room -= widthOf(of[first - 1])) >= 0) first -= 1;
+      const begins = of.findIndex(({ textContent }, k) => k >= first && /^[\s↵]/.test(textContent));
+      return [row, of, Math.max(first, begins)];
     });
     for (const [row, of, first] of firsts.filter(([, , first]) => first > 0)) {
       const button = document.createElement("button"), isOpen = opened.has(row);
