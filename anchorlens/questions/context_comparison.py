@@ -254,9 +254,9 @@ class ContextsRecord(Record):
         controls = torch.stack([getattr(self, f"random_{name}").double() for name in fields])
         groups += ["random"] * bool(controls.numel())
         shape = len(fields), len(groups)
-        options: dict[str, Any] = {"dtype": torch.double, "device": "cpu"}
-        values, low, high = torch.full((3, *shape, 2), nan, **options)
-        draws = torch.full((*shape, controls.shape[1]), nan, **options)
+        values, low, high = torch.full((3, *shape, 2), nan, dtype=torch.double, device="cpu")
+        sizes = *shape, controls.shape[1]
+        draws = torch.full(sizes, nan, dtype=torch.double, device="cpu")
         for (row, name), k in product(enumerate(fields), range(len(self.accuracy))):
             if name == "accuracy" or not self._is_whole(k):
                 number = self.estimate(name, k)
