@@ -155,7 +155,7 @@ class ContextsRecord(Record):
 
     caption: ClassVar[str] = (
         "The same queries after each context. Loyalty: to the demonstrations, that is to the "
-        "answers from whole prompts, to which they are loyal by definition. Stolen attention, in "
+        "answers from whole prompts, which have no point there. Stolen attention, in "
         "the table: the part of the target's attention that goes to the context, without BOS, as a "
         "mean over layers and heads. Random controls, if drawn, are as many random words in place "
         "of the label words, or random tokens: a high point beside low ones of theirs says that "
