@@ -13,7 +13,7 @@ from ..contexts.placement import rebased
 from ..contexts.prefix import PrefixContext, train_prefix
 from ..contexts.protocol import NoContext
 from ..contexts.reweighted import reweight_demonstrations, train_reweighting
-from ..contexts.selection import SCORE_NAMES, by_score, everything, random_and_format, random_tokens
+from ..contexts.selection import SCORE_NAMES, by_score, everything, random_tokens
 from ..contexts.soft_prompt import train_soft_prompt
 from ..contexts.training import Training, TrainingRecord
 from ..errors import DataError, ModelError, PromptError
@@ -53,16 +53,12 @@ def draws_without_overlap(
     return {name: [Draw(task, demos, of_part)] for name, of_part in parts.items()}
 
 
-def untrained_contexts(draws: int) -> dict[str, Any]:
+def untrained_contexts() -> dict[str, Any]:
     """Nothing, the demonstrations, and parts of them."""
     return {
         "none": NoContext(),
         "demonstrations": partial(compress, select=everything),
         "anchors only": compress,
-        **{
-            f"random words, draw {draw}": partial(compress, select=random_and_format(draw))
-            for draw in range(draws)
-        },
     }
 
 

@@ -226,9 +226,10 @@ def contexts(options: Contexts) -> Asked:
         with planned(steps_of_parts(batches, options)):
             trained = trained_contexts(model, batches, options, rows)
             factors = reweighted(model, batches, options, rows)
-            compared = {**untrained_contexts(options.draws), "re-weighted": factors, **trained}
+            compared = {**untrained_contexts(), "re-weighted": factors, **trained}
             options.output.note(f"{task}, {queries} queries, {len(compared)} contexts")
-            asked: dict[str, list[Question]] = {COMPARED: [ContextComparison(compared), Accuracy()]}
+            question = ContextComparison(compared, draws=options.draws)
+            asked: dict[str, list[Question]] = {COMPARED: [question, Accuracy()]}
             if options.other_tokens:
                 asked[OTHER_TOKENS] = [other_tokens(options.draws)]
             answers, progress = dict[str, Any](), not options.quiet

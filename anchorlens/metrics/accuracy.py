@@ -11,13 +11,14 @@ from torch import Tensor
 
 from ..errors import MetricError
 from ..prompts.batch import PromptBatch
+from ..results import figures
 from ..results.bootstrap import with_intervals
 from ..results.contributions import Contributions
+from ..results.figure_parts import with_ends
 from ..results.kinds import difference, of_prompts, share
 from ..results.population import check_resamples, warn_if_few_units
 from ..results.record import Record
 from ..system.arguments import checked
-from . import plots
 from .metric import Metric
 from .predictions import predicted_class, require_gold
 from .reads import Seen
@@ -43,8 +44,9 @@ class AccuracyRecord(Record):
     )
 
     def plot(self) -> go.Figure:
-        """Accuracy as a bar with its interval."""
-        return plots.accuracies(self, ["accuracy"]).update_yaxes(range=[0.0, 1.0])
+        """Accuracy with its interval, as a sentence."""
+        right = self.estimate("accuracy").percent()
+        return figures.sentence(f"{right} of the queries are answered right.", title="Accuracy")
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -74,7 +76,9 @@ class AccuracyComparisonRecord(Record):
 
     def plot(self) -> go.Figure:
         """Accuracies as bars with their intervals (the paper's Table 1)."""
-        return plots.accuracies(self, self.info["methods"])
+        numbers = with_ends(self, "accuracy", shaped=lambda numbers: numbers.view(1, 1, -1))
+        names = ["share of prompts"], ["accuracy"], self.info["methods"]
+        return figures.bars(numbers.pop("values"), *names, **numbers, title="Accuracy")
 
 
 @checked

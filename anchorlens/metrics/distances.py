@@ -216,8 +216,8 @@ class AnchorDistances(Metric):
         least = MANY_PROMPTS if several else 2
         if small < max(self.directions + 1, least):
             raise MetricError(
-                f"anchor distances need more prompts than directions ({self.directions}) in each "
-                "set of demonstrations"
+                f"anchor distances need more prompts than directions ({self.directions}), along "
+                "which queries differ most, in each set of demonstrations"
                 + (f", and at least {least} as there are several sets" if several else "")
                 + f", but one has {small}; use more queries for each set"
                 + (f", or AnchorDistances(directions={small - 1})" if small >= least else "")

@@ -68,12 +68,6 @@ LEGEND_OF_SCORES = (
 )
 
 
-def accuracies(record: Record, series: Sequence[str]) -> go.Figure:
-    numbers = with_ends(record, "accuracy", shaped=lambda numbers: numbers.view(1, 1, -1))
-    names: dict[str, Any] = {"panels": ["share of prompts"], "groups": ["accuracy"]}
-    return figures.bars(**numbers, **names, series=series, title="Accuracy")
-
-
 def flows(record: Record) -> go.Figure:
     names = record.axis_names("flow") or ()
     read = _lines(

@@ -25,6 +25,7 @@ from .examples import Example
 from .tasks import Task
 
 _TOO_MANY = 100
+_DATE = re.compile(r"\d{1,4}([-./])\d{1,2}\1\d{1,4}(\D|$)")  # a time may follow
 _FEW_GAPS = 0.05  # of the rows; a column with more of them says something of some rows only
 _CELLS = str | int | float | None
 # Words that say nothing of a class where others are left out or come after them.
@@ -330,10 +331,11 @@ def _share_of_empty(values: Sequence[Any]) -> float:
 
 
 def _has_classes(values: Sequence[Any]) -> bool:
-    """Whether there are few different values, each in two rows on average."""
+    """Whether there are few different values, each in two rows on average, and no dates."""
     counts = _counts(values)
     few = min(_TOO_MANY, counts.total() // 2)
-    return 1 < len(counts) <= few and all(map(_may_be_class, values))
+    are_dates = all(_DATE.match(str(value)) for value in counts)
+    return 1 < len(counts) <= few and all(map(_may_be_class, values)) and not are_dates
 
 
 def _may_be_class(value: Any) -> bool:

@@ -4,6 +4,7 @@ import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, field, replace
 from functools import partial
+from itertools import product
 from math import nan
 from statistics import median
 from typing import Any, ClassVar
@@ -154,11 +155,11 @@ class ContextsRecord(Record):
 
     caption: ClassVar[str] = (
         "The same queries after each context. Loyalty: to the demonstrations, that is to the "
-        "answers from whole prompts. Stolen attention: the part of the target's attention that "
-        "goes to the context, without BOS, as a mean over layers and heads. Random controls, "
-        "if drawn, are as many random words in place of the label words, or random tokens: high "
-        "bars beside low ones of theirs say that the chosen tokens in particular carry what is "
-        "needed. In the paper (GPT2-XL) 79 % of the "
+        "answers from whole prompts, which have no point there. Stolen attention, in "
+        "the table: the part of the target's attention that goes to the context, without BOS, as a "
+        "mean over layers and heads. Random controls, if drawn, are as many random words in place "
+        "of the label words, or random tokens: a high point beside low ones of theirs says that "
+        "the chosen tokens in particular carry what is needed. In the paper (GPT2-XL) 79 % of the "
         "labels stay with label words and format alone, and 49 % with random words."
     )
     names_in_info: ClassVar[Mapping[str, str]] = {"context": "contexts"}
@@ -245,39 +246,28 @@ class ContextsRecord(Record):
         return known.get(name, "") if self._is_whole(context) else ""
 
     def plot(self) -> go.Figure:
-        """Accuracy, loyalties and stolen attention of each context, as bars with intervals.
+        """Accuracy after each context, and below it loyalties; random controls are small dots.
 
-        The bars of random controls are their mean with the range of the draws, and the best draw.
+        The demonstrations are loyal to themselves by definition, and have no point there.
         """
-        fields = ("accuracy", "label_loyalty", "word_loyalty", "stolen")
-        groups = list(self.info["contexts"])
-        estimates = [[self.estimate(name, k) for name in fields] for k in range(len(groups))]
-        ends = [
-            [
-                (each.value,) * 3 if self._known(name, k) else (each.low, each.value, each.high)
-                for name, each in zip(fields, of_one, strict=True)
-            ]
-            for k, of_one in enumerate(estimates)
-        ]
-        if len(self.random_accuracy):
-            draws = [getattr(self, f"random_{name}") for name in fields[:3]]
-            best = [float(getattr(self, f"top_{name}")) for name in fields[:3]]
-            stolen = (nan, nan, nan)  # is not measured after random controls
-            ends.append(
-                [*((float(d.min()), float(d.mean()), float(d.max())) for d in draws), stolen]
-            )
-            ends.append([*((value, value, value) for value in best), stolen])
-            groups += self._names_of_draws
-        low, values, high = torch.tensor(ends, dtype=torch.double, device="cpu").unbind(-1)
-        return figures.bars(
-            values[None],
-            ["share"],
-            groups,
-            ["accuracy", "label loyalty", "word loyalty", "stolen attention"],
-            title=f"Contexts; accuracy of the demonstrations is {in_digits(self.whole_accuracy)}",
-            low=low[None],
-            high=high[None],
-        )
+        fields, groups = ("accuracy", "label_loyalty", "word_loyalty"), [*self.info["contexts"]]
+        controls = torch.stack([getattr(self, f"random_{name}").double() for name in fields])
+        groups += ["random"] * bool(controls.numel())
+        shape = len(fields), len(groups)
+        values, low, high = torch.full((3, *shape, 2), nan, dtype=torch.double, device="cpu")
+        sizes = *shape, controls.shape[1]
+        draws = torch.full(sizes, nan, dtype=torch.double, device="cpu")
+        for (row, name), k in product(enumerate(fields), range(len(self.accuracy))):
+            if name == "accuracy" or not self._is_whole(k):
+                number = self.estimate(name, k)
+                values[row, k, 0], low[row, k, 0] = number.value, number.low
+                high[row, k, 0] = number.high
+        if controls.numel():
+            values[:, -1, 1], draws[:, -1] = controls.mean(1), controls
+        title = f"Contexts; accuracy of the demonstrations is {in_digits(self.whole_accuracy)}"
+        panels, control = [name.replace("_", " ") for name in fields], self._names_of_draws[0]
+        names = panels, groups, ("after the context", control)
+        return figures.points(values, low, high, draws, *names, title=title)
 
 
 @checked

@@ -105,12 +105,12 @@ class FaithfulnessRecord(Record):
     log_odds: Float[Tensor, " prompt"] = of_prompts("log_odds")
 
     caption: ClassVar[str] = (
-        "LDS: how well summed scores of kept segments order the log-odds of the answer; 1: the "
-        "score says which removal hurts more, 0: it does not. Drop: what log p of the answer loses "
-        "without the segments of the highest scores. Read a low number beside the best possible "
-        "one: where that is high, the score misses what the answer rests on; where it is low too, "
-        "effects do not add up. Where random scores are high, the number of kept segments alone "
-        "predicts much."
+        "LDS: the rank correlation of summed scores of kept segments with the log-odds of the "
+        "answer; 1: the score says which removal hurts more, 0: it does not. Drop: what log p of "
+        "the answer loses without the segments of the highest scores. Read a low number beside the "
+        "best possible one: where that is high, the score misses what the answer rests on; where "
+        "it is low too, effects do not add up. Where random scores are high, the number of kept "
+        "segments alone predicts much."
     )
     names_in_info: ClassVar[Mapping[str, str]] = {"score": "scores"}
 

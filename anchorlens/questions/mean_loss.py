@@ -48,13 +48,13 @@ class LossRecord(Record):
     )
 
     def plot(self) -> go.Figure:
-        """The mean loss as a bar, beside that of the clean run if they differ."""
-        runs = {"clean_loss": "clean run", "loss": "changed run"}
-        shown = runs if self.change else {"loss": "clean run"}
+        """The mean loss as a bar beside that of the clean run; as a sentence if they are one."""
+        if not self.change:
+            return figures.sentence(f"The loss is {self.estimate('loss')}.", title="Mean loss")
         return figures.bars(
-            **with_ends(self, *shown, shaped=lambda of: of[None, :, None]),
+            **with_ends(self, "clean_loss", "loss", shaped=lambda of: of[None, :, None]),
             panels=["mean loss"],
-            groups=[*shown.values()],
+            groups=["clean run", "changed run"],
             series=["loss"],
             title="Mean loss",
         )

@@ -17,6 +17,7 @@ from ..metrics.distances import AnchorDistancesRecord
 from ..metrics.saliency_flows import PAPER_FLOWS, SaliencyFlowsRecord
 from ..printable import printable
 from ..questions.edge_sweep import EdgeSweepRecord
+from ..results.answer import scope_in
 from ..results.depth import with_pattern
 from ..results.estimate import Estimate, in_digits
 from ..results.html_tables import table
@@ -281,8 +282,7 @@ def scope_of(record: Record) -> str:
     """Of what an interval of ``estimate_over_sets`` speaks."""
     if "of_sets" in record.info:
         return f"other sets of demonstrations, by these {record.info.get('demonstration_sets', '')}"
-    scope = str(record.info.get("intervals_for", ""))
-    return f"{scope}, not for other sets" if "this one set" in scope else scope
+    return scope_in(record.info)
 
 
 def first_layers_isolations(records: Iterable[Record]) -> list[Isolation]:

@@ -16,12 +16,13 @@ from .claims import SIGNS, Claim
 Place = Callable[[float], float]  # from a number to its place along an axis
 WIDE, TRACK, LEFT = 400, 150.0, 6.0
 LINE, TITLE, GAP = 15.0, 14.0, 22.0
+APART = 20.0  # of the middles of two numbers below an axis
 LONGEST_LINE = 62  # characters of a line
 HEADING = "The paper's claims, with 95\u00a0% intervals"
 
 
-def forest(claims: Sequence[Claim]) -> Markup:
-    """The claims as one picture; it is as wide as its column, and 400 units."""
+def forest(claims: Sequence[Claim], note: str = "") -> Markup:
+    """The claims as one picture, 400 units wide; what is saved says the note."""
     parts, top = list[str](), 4.0
     for claim in claims:
         title = wrap(claim.statement.rstrip("."), LONGEST_LINE)
@@ -35,8 +36,9 @@ def forest(claims: Sequence[Claim]) -> Markup:
         f"{claim.statement} {claim.estimate}, {claim.verdict}." for claim in claims
     )
     return Markup(
-        f'<svg class="forest" data-figure="claims" data-title="{escape(HEADING)}" role="img" '
-        f'aria-label="{escape(alternative)}" viewBox="0 0 {WIDE} {top:g}">{"".join(parts)}</svg>'
+        f'<svg class="forest" data-figure="claims" data-title="{escape(HEADING)}" '
+        f'data-note="{escape(note)}" role="img" aria-label="{escape(alternative)}" '
+        f'viewBox="0 0 {WIDE} {top:g}">{"".join(parts)}</svg>'
     )
 
 
@@ -47,6 +49,10 @@ def _rows_of_claim(claim: Claim, top: float) -> Iterator[str]:
     limit = place(claim.limit)
     yield f'<line class="limit" x1="{limit:.1f}" x2="{limit:.1f}" y1="{top}" y2="{end}"/>'
     yield _text_at(limit, end + 9, f"{claim.limit:g}", "limit-name")
+    if _is_ratio(claim):
+        for tick in _ticks(claim.limit, place):
+            yield _text_at(place(tick), end + 9, f"{tick:g}", "limit-name")
+        yield _text_at(TRACK + 26, end + 9, "log scale", "scale-name")
     kind = f"forest-{claim.verdict.name.lower()}"
     yield from _interval(claim.estimate, place, middle, kind)
     sign = f"{claim.estimate}  {SIGNS[claim.verdict]} {claim.verdict}"
@@ -72,18 +78,18 @@ def _interval(estimate: Estimate, place: Place, middle: float, kind: str) -> Ite
 def _scale(claim: Claim) -> Place:
     """A function from a number to its place along the axis, which has all numbers of the claim.
 
-    Ratios, whose limit is 1 or more, have a logarithmic axis.
+    Ratios have a logarithmic axis.
     """
     estimates = [claim.estimate, *(control.estimate for control in claim.controls)]
     numbers = [claim.limit, *(draw for control in claim.controls for draw in control.draws)]
     numbers += [end for each in estimates for end in (each.value, each.low, each.high)]
-    is_ratio = claim.limit >= 1
-    if not claim.estimate.has_interval and not is_ratio:  # a correlation: its ends say what is far
+    is_log = _is_ratio(claim)
+    if not claim.estimate.has_interval and not is_log:  # a correlation: its ends say what is far
         numbers += [-1.0, 1.0]
-    known = [n for n in numbers if isfinite(n) and (n > 0 or not is_ratio)]
+    known = [n for n in numbers if isfinite(n) and (n > 0 or not is_log)]
 
     def along(number: float) -> float:
-        return log(max(number, min(known) / 2)) if is_ratio else number
+        return log(max(number, min(known) / 2)) if is_log else number
 
     low, high = along(min(known)), along(max(known))
     room = (high - low) * 0.06 or 1.0
@@ -93,6 +99,23 @@ def _scale(claim: Claim) -> Place:
         return LEFT + TRACK * min(max(share, 0.0), 1.0)
 
     return place
+
+
+def _is_ratio(claim: Claim) -> bool:
+    """Whether the number of a claim is a ratio, of which 1/2 is as far from 1 as 2 is."""
+    return claim.limit >= 1
+
+
+def _ticks(limit: float, place: Place) -> list[float]:
+    """Round numbers along a logarithmic axis, apart from each other and from its limit."""
+    found = [limit]
+    for digits in ((1, 2, 5), (1.5, 3, 4, 7), (1.2, 1.4, 1.6, 1.8, 2.5, 3.5)):
+        for tick in (digit * 10.0**power for power in range(-6, 7) for digit in digits):
+            at = place(tick)
+            is_inside = LEFT < at < LEFT + TRACK
+            if len(found) < 4 and is_inside and min(abs(at - place(n)) for n in found) > APART:
+                found.append(tick)
+    return found[1:]
 
 
 def _text_at(x: float, y: float, text: str, kind: str) -> str:

@@ -2,7 +2,8 @@
 
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import date
 from html import unescape
@@ -17,7 +18,7 @@ import plotly.graph_objects as go
 import plotly.io
 
 from ..errors import AnchorlensError
-from ..results.answer import Answer
+from ..results.answer import Answer, drawn_from, scope_in
 from ..results.estimate import in_digits
 from ..results.record import RANDOM_MODELS, Record, has_plot, meaning_of
 from ..runs.identity import versions
@@ -31,7 +32,7 @@ from .contents import Contents, contents_of
 from .flow_page import FlowPage
 from .forest import HEADING, forest
 from .prompt_flows import PromptFlows
-from .templates import json_in_script, static, template
+from .templates import TERMS, json_in_script, static, template
 
 # A Record, PromptFlows or AnswerFlows by name, or a mapping of several records.
 ReportResults = Mapping[str, Any]
@@ -63,6 +64,8 @@ class _Section:
     id: str
     heading: str
     caption: str = ""
+    note: str = ""  # what bands and brackets are, and from how many prompts
+    scope: str = ""  # of what intervals speak
     sentence: str = ""
     title: str = ""
     figure: str = ""
@@ -107,6 +110,8 @@ class _Chapter:
     name: str = ""
     source: str = ""  # the model and the task
     claims: Sequence[Claim] = ()
+    scope: str = ""  # of what the intervals of most claims speak
+    note: str = ""
     answer: Answer | None = None
     forest: str = ""
     cannot_tell: str = ""
@@ -115,6 +120,7 @@ class _Chapter:
     prompts: Sequence[_OfPrompt] = ()
     answers: Sequence[_OfPrompt] = ()
     sections: Sequence[_Section] = ()
+    kind: str = "Results"  # what a screen reader calls it where it has no name
 
 
 @checked
@@ -185,7 +191,8 @@ def write_report(
     ]
     if own:
         source = "".join(_model_of(common))
-        chapters.append(_Chapter("figures", source=source, sections=own))
+        chapters.append(_Chapter("figures", source=source, sections=own, kind="Figures"))
+    chapters = [*_with_terms(chapters)]
     has_figures = any(section.figure for chapter in chapters for section in chapter.sections)
     has_prompts = any(chapter.prompts or chapter.answers for chapter in chapters)
     of_prompts = (flow_page.style(), flow_page.script()) if has_prompts else ("", "")
@@ -209,6 +216,23 @@ def write_report(
     path = Path(path)
     write_text(path, page)
     return path
+
+
+def _with_terms(chapters: Sequence[_Chapter]) -> Iterator[_Chapter]:
+    """The chapters, in which the first caption or table with a word of the field explains it."""
+    known = {"nats"} if any(chapter.prompts for chapter in chapters) else set[str]()
+    for chapter in chapters:
+        sections = list[_Section]()
+        for section in chapter.sections:
+            columns = section.table.columns if section.table is not None else ()
+            text = " ".join([section.caption, section.title, section.figure, *columns])
+            found = [
+                term for term in TERMS if term not in known and re.search(rf"\b{term}\b", text)
+            ]
+            known.update(found)
+            caption = " ".join([section.caption, *map(TERMS.__getitem__, found)]).strip()
+            sections.append(replace(section, caption=caption))
+        yield replace(chapter, sections=sections)
 
 
 def _refuse_ambiguous(figures: Mapping[str, Any], chapters: Sequence[Contents]) -> None:
@@ -245,13 +269,21 @@ def _chapter(
         _section(_id(chapter_id, number, name), name, record, figures, common)
         for number, (name, record) in enumerate(contents.records.items())
     ]
+    scopes = Counter(claim.scope for claim in judged if claim.estimate.has_interval)
+    [info] = [record.info for record in records if "prompts" in record.info][:1] or [{}]
+    note = (
+        f"{drawn_from(info, 'brackets')} A dot without a bracket is a draw, grey is what it is "
+        "compared with, and the dotted line is the limit of the claim."
+    ).strip()
     return _Chapter(
         chapter_id,
         name,
         ", ".join([*_model_of(common), *([name] if name else [])]),
         judged,
+        scopes.most_common(1)[0][0] if scopes else "",
+        note,
         answer,
-        forest(judged) if judged else "",
+        forest(judged, note) if judged else "",
         reason_against_ability(records),
         sentences(records),
         surprises(records),
@@ -313,6 +345,8 @@ def _section(
     return replace(
         section,
         caption="" if section.sentence else caption,
+        note=_note(section.figure, record),
+        scope=scope_in(record.info),
         table=_made_by(record, "table", pd.DataFrame) if hasattr(record, "table") else None,
         fields=_fields(record),
         columns=list(frame.columns),
@@ -322,6 +356,19 @@ def _section(
         ],
         settings=_facts({key: value for key, value in record.info.items() if key not in common}),
     )
+
+
+def _note(figure: str, record: Record) -> str:
+    """What bands and brackets of the figure of a record are, and from how many prompts."""
+    if not figure:
+        return ""
+    traces = json.loads(figure)["data"] if record.intervals else ()
+    outlines = [t["y"] for t in traces if t.get("fill") == "toself" and "fillpattern" not in t]
+    ends = [trace.get(f"error_{axis}", {}) for trace in traces for axis in "xy"]
+    arrays = [each.get("array", ()) for each in ends if each.get("visible", True)]
+    marks = {"pale bands": outlines, "brackets": arrays}
+    known = (mark for mark, of in marks.items() if any(n is not None for each in of for n in each))
+    return drawn_from(record.info, *known)
 
 
 def _figure_section(section_id: str, heading: str, figure: go.Figure | None) -> _Section:

@@ -9,6 +9,13 @@ from typing import Any
 from jinja2 import Environment, PackageLoader, StrictUndefined, Template
 from markupsafe import Markup, escape
 
+# What a word of the field means, which a page says where the word stands first.
+TERMS = {
+    "nats": "A nat is the unit of losses and KL: 0.7 nats more mean half the probability.",
+    "main directions": "The main directions are those in which the query vectors of the prompts "
+    "differ most (principal components).",
+}
+
 
 @cache
 def _environment() -> Environment:
@@ -21,6 +28,7 @@ def _environment() -> Environment:
         lstrip_blocks=True,
     )
     environment.filters["code"] = _code
+    environment.globals["terms"] = TERMS
     return environment
 
 

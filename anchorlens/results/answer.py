@@ -53,18 +53,38 @@ def cannot_tell(reason: str) -> str:
     return f"This cannot be told: {reason}."
 
 
-def speaks_of(info: Mapping[str, Any]) -> str:
-    """For how many prompts, after how many sets of demonstrations, numbers are; "" if unknown."""
+def drawn_from(info: Mapping[str, Any], *marks: str) -> str:
+    """What marks of a figure are, and from how many prompts and sets; "" if that is unknown.
+
+    Examples:
+        >>> from anchorlens.results.answer import drawn_from
+        >>> drawn_from({"prompts": 24, "demonstration_sets": 2}, "pale bands")
+        'Pale bands are 95 % intervals, from 24 prompts after 2 sets of demonstrations.'
+    """
     if "prompts" not in info:
         return ""
     count, sets = info["prompts"], info.get("demonstration_sets", 1)
-    prompts = f"From {count} prompt{'s' * (count != 1)}"
+    found = f"{listed(marks).capitalize()} are 95 % intervals, from" if marks else "From"
+    found += f" {count} prompt{'s' * (count != 1)}"
     if "labels" in info and not info["labels"]:
-        return f"{prompts}: intervals speak of other prompts of this kind, not of other data."
-    if sets == 1:
-        after = "one set of demonstrations: intervals do not speak of other sets"
-        return f"{prompts} after {after}."
-    return f"{prompts} after {sets} sets of demonstrations."
+        return f"{found}."
+    return f"{found} after {'one set' if sets == 1 else f'{sets} sets'} of demonstrations."
+
+
+def speaks_of(info: Mapping[str, Any]) -> str:
+    """From how many prompts and sets numbers are, and of what intervals do not speak."""
+    found = drawn_from(info)
+    if found and "labels" in info and not info["labels"]:
+        return f"{found[:-1]}: intervals speak of other prompts of this kind, not of other data."
+    if found and info.get("demonstration_sets", 1) == 1:
+        return f"{found[:-1]}: intervals do not speak of other sets."
+    return found
+
+
+def scope_in(info: Mapping[str, Any]) -> str:
+    """Of what the intervals of a record speak; "" if that is unknown."""
+    scope = str(info.get("intervals_for", ""))
+    return f"{scope}, not for other sets" if "this one set" in scope else scope
 
 
 def listed(names: Sequence[str], most: int = 6) -> str:

@@ -209,7 +209,7 @@ def points(
     """Draw numbers from 0 to 1 as points with intervals, beside dots for random draws (Figure 4).
 
     Args:
-        values: the numbers: those of interest, then the mean of the draws.
+        values: the numbers: those of interest, then the mean of the draws; NaN leaves one out.
         low: lower ends of their intervals.
         high: upper ends.
         draws: the number of each random draw; NaN leaves it out.
@@ -230,15 +230,22 @@ def points(
     check_shape(draws, of_groups, "pass the draws of each panel and group")
     ends = _ends(values, low, high)
     figure = make_subplots(len(panels), 1, shared_xaxes=True, vertical_spacing=0.08)
+    # A point that has none beside it stands over the name of its group.
+    beside = [*enumerate((~values.isnan().all(0)).all(1).tolist())]
     for panel, name in enumerate(panels):
         first = {"row": panel + 1, "col": 1}
+        figure.update_yaxes(title=literal(name), range=[-0.02, 1.05], row=panel + 1)
         for column, color in enumerate((INTO, RANDOM)):
+            if values[..., column].isnan().all():
+                continue
             of_series, (below, above) = values[panel, :, column], ends[:, panel, :, column]
             marks = go.Scatter(mode="markers", name=literal(series[column]), y=of_series.tolist())
-            marks.update(x=[group - 0.12 + 0.24 * column for group in range(len(groups))])
+            marks.update(x=[group + side * (0.24 * column - 0.12) for group, side in beside])
             _with_ends(marks, _NAME, of_series, below, above)
             marks.update(marker={"color": color, "size": 11, "symbol": SYMBOLS[column]})
             figure.add_trace(marks.update(legendgroup=column, showlegend=not panel), **first)
+        if draws.isnan().all():
+            continue
         at, _ = torch.ones_like(draws[panel]).nonzero().T
         of_draws = draws[panel].flatten()
         dots = go.Scatter(x=(at + 0.26).tolist(), y=of_draws.tolist(), mode="markers")
@@ -246,7 +253,6 @@ def points(
         dots.update(name=several, marker={"color": RANDOM, "size": 5})
         _told(dots.update(legendgroup="draws"), "one draw", of_draws)
         figure.add_trace(dots.update(showlegend=not panel), **first)
-        figure.update_yaxes(title=literal(name), range=[-0.02, 1.05], row=panel + 1)
     figure.update_layout(layout(title, 80 + 230 * len(panels)))
     figure.update_layout(legend={"orientation": "h", "x": 0, "y": 1, "yanchor": "bottom"})
     return figure.update_xaxes(name_ticks(groups), range=[-0.5, len(groups) - 0.5])

@@ -44,7 +44,8 @@ def report(byte_level: Any, hooked: Any, tmp_path_factory: pytest.TempPathFactor
     results["one_prompt"] = al.plot_prompt(model, batches[0])
     path = tmp_path_factory.mktemp("report") / "report.html"
     settings = {"task": "questions", "a long path": "/a/very/long/path" * 9}
-    return al.write_report({"one": results, "two": results}, path, settings=settings)
+    both, command = {"one": results, "two": results}, "anchorlens run" + " --queries 48" * 20
+    return al.write_report(both, path, settings=settings, command=command)
 
 
 @contextmanager
@@ -121,6 +122,12 @@ def test_every_figure_is_saved_as_svg_and_png(report: Path, browser: Any) -> Non
                     saved[number] = content.decode()
                     assert f"{MODEL}, {'one' if number < 6 else 'two'}<" in saved[number]
         picture, of_claims = saved[0], saved[1]
+        after = "12 prompts after one set of demonstrations."
+        marks = ["Brackets", "Pale bands", "Pale bands", "", "Brackets"]
+        for number, mark in enumerate(marks, start=1):
+            note = f"{mark} are 95 % intervals, from {after}" if mark else f"From {after}"
+            texts = [*ElementTree.fromstring(saved[number]).itertext()]
+            assert note in " ".join(texts).replace("  ", " ")
         assert "layer " in picture and "nats" in picture and "The model answers" in picture
         assert "stroke-dasharray: 2" in of_claims and "text-anchor: middle" in of_claims
         assert "The paper's claims" in of_claims
@@ -256,6 +263,9 @@ def test_print_leaves_out_what_cannot_be_used_on_paper_and_shows_each_whole_figu
         background = page.evaluate("getComputedStyle(document.body).backgroundColor")
         assert background == "rgb(255, 255, 255)"
         assert page.pdf().startswith(b"%PDF")
+        page.set_viewport_size({"width": 700, "height": 900})  # between the margins of A4
+        cut = "all => all.filter(e => e.scrollWidth > e.clientWidth).map(e => e.textContent)"
+        assert page.locator("pre").count() and page.locator("pre").evaluate_all(cut) == []
         page.evaluate("dispatchEvent(new Event('beforeprint'))")
         # 186 mm between the margins of A4.
         fits = "[...document.querySelectorAll('.main-svg')].every(svg => svg.clientWidth <= 703)"

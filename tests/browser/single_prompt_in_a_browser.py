@@ -11,8 +11,8 @@ import torch
 import anchorlens as al
 from tests.support.chromium import serious_violations, visited
 from tests.support.image_models import image_model, written
-from tests.support.screens import WIDE
-from tests.support.tiny_models import questions
+from tests.support.screens import PHONE, WIDE
+from tests.support.tiny_models import questions, tiny_gpt2
 
 
 def test_images_are_drawn_in_their_place(browser: Any, screen: Any, tmp_path: Path) -> None:
@@ -48,6 +48,87 @@ def test_the_page_of_one_prompt_is_accessible_and_if_long_scrolls_and_is_whole_o
         assert not serious_violations(page)
         page.emulate_media(media="print")
         assert picture.evaluate(hidden)[1] == 0
+
+
+LONG = (
+    f"The {{}} kettle came {'two days late, in a box that somebody had opened, ' * 6} and is {{}}"
+)
+
+
+@pytest.fixture(scope="module")
+def long_texts(byte_level: Any, hooked: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The page of a prompt with two long demonstrations, the last word of each its own."""
+    model = hooked(tiny_gpt2(len(byte_level), n_positions=900), byte_level)
+    task = al.Task("Review: {text}\nSentiment:{label}", labels=[" bad", " good"])
+    texts = [LONG.format(*words) for words in (("red", "dull."), ("blue", "fine."), ("old", "so."))]
+    demos = [al.Example(text, k) for k, text in enumerate(texts[:2])]
+    [batch] = al.build_prompts(model.tokenizer, task, demos, [al.Example(texts[2], 0)])
+    path = tmp_path_factory.mktemp("long") / "prompt.html"
+    return al.plot_prompt(model, batch).save(path)
+
+
+IN_LINES = """row => {
+  const line = parseFloat(getComputedStyle(row).lineHeight);
+  return Math.round(row.getBoundingClientRect().height / line);
+}"""
+SEEN = """row => [...row.querySelectorAll("[data-token]")].filter((token) => {
+  const [box, of] = [token.getBoundingClientRect(), row.getBoundingClientRect()];
+  return getComputedStyle(token).clipPath === "none" && box.top >= of.top - 2
+    && box.bottom <= of.bottom + 2;
+}).map((token) => token.textContent).join("")"""
+
+
+def test_a_long_part_shows_its_last_words_and_on_request_all(
+    long_texts: Path, browser: Any, screen: Any
+) -> None:
+    with visited(browser, long_texts, *screen) as page:
+        rows = page.locator(".rows li.text")
+        ends = ["dull.↵Sentiment:", "fine.↵Sentiment:", "so.↵Sentiment"]
+        for row, end in zip(rows.all(), ends, strict=True):
+            whole, seen = row.text_content(), row.evaluate(SEEN)
+            assert row.evaluate(IN_LINES) == 2
+            assert end in whole and seen.endswith(end) and len(seen) < len(whole)
+            more = row.get_by_role("button")
+            hidden = len(re.findall(r"\w+", whole)) - len(re.findall(r"\w+", seen))
+            assert more.get_attribute("aria-label") == f"… {hidden} more words"
+            assert more.get_attribute("aria-expanded") == "false"
+            more.focus()
+            page.keyboard.press("Enter")
+            assert row.evaluate(SEEN) == whole and row.evaluate(IN_LINES) > 3
+            assert more.get_attribute("aria-expanded") == "true"
+            page.keyboard.press("Enter")  # it still has the focus
+            assert row.evaluate(SEEN) == seen
+        assert not serious_violations(page)
+        # A token that is reached by keys is seen.
+        page.locator("[data-token]").nth(1).focus()
+        assert rows.first.evaluate(SEEN) == rows.first.text_content()
+        assert page.locator(".more").all_text_contents() == [""] * 3  # it is no part of the text
+        with page.expect_download() as download:
+            page.locator("[data-save=svg]").click()
+        saved = Path(download.value.path()).read_text("utf-8")
+        assert all(re.search(f">(… )?[^<]*{re.escape(end)}<", saved) for end in ends)
+
+
+def test_without_scripts_and_on_paper_a_long_part_is_whole(long_texts: Path, browser: Any) -> None:
+    context = browser.new_context(java_script_enabled=False, viewport=PHONE)
+    page = context.new_page()
+    page.goto(long_texts.as_uri())
+    texts = page.locator(".rows li.text")
+    assert [row.evaluate(SEEN) for row in texts.all()] == texts.all_text_contents()
+    assert min(row.evaluate(IN_LINES) for row in texts.all()) > 4
+    context.close()
+    with visited(browser, long_texts, PHONE) as page:
+        page.emulate_media(media="print")
+        page.evaluate("dispatchEvent(new Event('beforeprint'))")
+        rows = page.locator(".rows li")
+        texts = page.locator(".rows li.text")
+        assert [row.evaluate(SEEN) for row in texts.all()] == texts.all_text_contents()
+        assert not page.locator(".more:visible").count()
+        middles = rows.evaluate_all("all => all.map(e => e.offsetTop + e.offsetHeight / 2)")
+        starts = page.locator(".arcs path").evaluate_all(
+            "all => all.map(path => Number(path.getAttribute('d').match(/,([\\d.]+)/)[1]))"
+        )
+        assert starts and all(min(abs(at - row) for row in middles) < 1 for at in starts)
 
 
 def test_a_chosen_token_of_an_answer_shows_what_it_reads(
@@ -149,6 +230,12 @@ def test_widths_of_arcs_are_the_sums_over_all_pairs_on_one_scale(
         assert widths(page) == pytest.approx(expected, rel=1e-6)
         assert "in this layer and head" not in page.locator(".title").inner_text()
         assert "head 1" in page.locator(".title").inner_text()
+        # Who does not see the arcs hears of the widest.
+        names = page.locator(".arcs title").all_text_contents()
+        assert page.locator(".arcs").get_attribute("aria-label") == (
+            f"Arcs of the flows between the parts of the prompt, layer 2. The widest: {names[-1]}."
+        )
+        assert f": {expected[0] * scale / 12:.3g} nats" in names[-1]
 
 
 def test_other_prompts_are_a_click_away(gpt2: Any, browser: Any, tmp_path: Path) -> None:

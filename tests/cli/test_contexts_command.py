@@ -40,8 +40,9 @@ def test_contexts_are_trained_compared_and_reported(
     printed = done(*COMMAND, *into_folder, "--json", "--other-tokens")
     assert "the search starts from the first token of each label word" in printed.err
     record = al.records.ContextsRecord.load(tmp_path / "sentiment" / "contexts.safetensors")
-    names = ["none", "demonstrations", "anchors only", "random words, draw 0", "re-weighted"]
+    names = ["none", "demonstrations", "anchors only", "re-weighted"]
     assert list(record.info["contexts"]) == [*names, "soft prompt", "hard prompt", "prefix"]
+    assert record.random_accuracy.shape == (1,) and record.info["control"] == "random_and_format"
     assert "no prefix from anchors: positions cannot be rebased" in printed.err
     assert "factors of the label words (5 of 7): 100%|" in printed.err
     (printed_values,) = json.loads(printed.out)["tasks"]

@@ -59,6 +59,7 @@ def command(arguments: list[str], environment: Path, folder: Path) -> None:
         os.dup2(os.open(folder / f"{environment.stem}.{name}", os.O_WRONLY | os.O_CREAT), number)
     sys.stdout, sys.stderr = os.fdopen(1, "w"), os.fdopen(2, "w")
     sys.argv = ["anchorlens", *arguments]
+    sys.modules.pop("anchorlens.__main__", None)  # another test may have imported it
     try:
         runpy.run_module("anchorlens", run_name="__main__")
     finally:

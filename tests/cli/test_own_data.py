@@ -138,6 +138,20 @@ def test_columns_and_classes_may_be_given(tmp_path: Path) -> None:
     assert found.examples.pool[0] == al.Example("2026-01-01", 1)
 
 
+def test_dates_are_no_classes_unless_they_are_named(tmp_path: Path) -> None:
+    """Two dates, each in many rows, would be classes otherwise."""
+    path = tmp_path / "a.csv"
+    for days in (["2026-01-03", "2026-1-4"], ["3.1.26", "04.01.2026 12:30"]):
+        table = frame(["b", "a"]).drop(columns="date").assign(date=days * 8)
+        commas(table, path)
+        others = str(layout_of(path)).partition("classes from")[2]
+        assert "column topic" in others and "date" not in others
+        assert chosen(path, label_column="date").entries["label_column"] == "date"
+    versions = frame(["b", "a"]).drop(columns="topic").assign(date=["1.2.x", "1.3.x"] * 8)
+    commas(versions, path)
+    assert layout_of(path).label == "date"
+
+
 def test_classes_of_json_may_be_numbers_with_a_point_or_truths_but_no_lists(tmp_path: Path) -> None:
     def stored(classes: list[Any]) -> Path:
         frame(classes).to_json(tmp_path / "a.jsonl", orient="records", lines=True)

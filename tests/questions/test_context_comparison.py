@@ -1,5 +1,6 @@
 """Contexts that are compared: the numbers by hand, intervals, sets, resuming, and bad input."""
 
+from dataclasses import replace
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
@@ -15,6 +16,7 @@ from anchorlens.errors import PromptError, RunError
 from anchorlens.passes.forward import run_pass
 from anchorlens.questions import context_comparison
 from tests.support.asked import ask
+from tests.support.made_up_records import made_up_record
 from tests.support.measures import difference, does_not_run
 from tests.support.tiny_models import questions, tiny_gpt2, tiny_llama
 
@@ -129,6 +131,41 @@ def test_all_numbers_equal_those_of_plain_transformers(
     # So that this can fail: contexts and draws differ, and the demonstrations are all loyal.
     assert len(set(record.kl.tolist())) == 4 and record.label_loyalty[2] == 1
     assert len(set(record.random_kl.tolist())) == 3 and mean["label_loyalty"][4:].std() > 0
+
+
+def test_the_figure_has_a_point_for_each_number_that_is_not_known_by_definition() -> None:
+    made: Any = made_up_record(al.records.ContextsRecord)
+    whole = {"word_overlap": made.word_overlap, "label_kept": made.label_kept, "kl": made.kl}
+    for name, value in (("word_overlap", 1.0), ("label_kept", 1.0), ("kl", 0.0)):
+        whole[name] = whole[name].clone()
+        whole[name][..., 1] = value  # the second context is the demonstrations
+    record = replace(made, **whole)
+    figure = record.plot()
+    assert {trace.type for trace in figure.data} == {"scatter"}
+    points, means, dots = (figure.data[k::3] for k in range(3))
+    for number, name in enumerate(("accuracy", "label_loyalty", "word_loyalty")):
+        drawn = [*map(float, points[number].y)]
+        expected = getattr(record, name).tolist()
+        assert [k for k, y in enumerate(drawn) if y != y] == ([1, 3] if number else [3])
+        known = [k for k in range(3) if not number or k != 1]
+        assert [drawn[k] for k in known] == [expected[k] for k in known]
+        low, high = record.intervals[name]
+        errors = points[number].error_y
+        assert errors.array[0] == pytest.approx(float(high[0]) - expected[0])
+        assert errors.arrayminus[2] == pytest.approx(expected[2] - float(low[2]))
+        of_draws = getattr(record, f"random_{name}")
+        of_dots = [(x, y) for x, y in zip(dots[number].x, dots[number].y, strict=True) if y == y]
+        assert [y for _, y in of_dots] == of_draws.tolist()
+        assert {round(x) for x, _ in of_dots} == {3}
+        assert means[number].y[-1] == float(of_draws.mean())
+    assert all(tuple(marks.x) == (0, 1, 2, 3) for marks in (*points, *means))
+    axes = [figure.layout[f"yaxis{k}"].title.text for k in ("", 2, 3)]
+    assert axes == ["accuracy", "label loyalty", "word loyalty"]
+    assert list(figure.layout.xaxis.ticktext)[-1] == "random"
+    none = {f"random_{name}": torch.zeros(0) for name in ("accuracy", "label_loyalty")}
+    none |= {"random_word_loyalty": torch.zeros(0), "random_kl": torch.zeros(0)}
+    alone = replace(record, **none).plot()
+    assert len(alone.data) == 3 and len(alone.layout.xaxis.ticktext) == 3
 
 
 @pytest.mark.slow("many passes")

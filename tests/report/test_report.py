@@ -8,6 +8,8 @@ from hashlib import sha256
 from html import unescape
 from html.parser import HTMLParser
 from importlib.resources import files
+from itertools import pairwise
+from math import log
 from pathlib import Path
 from typing import Any
 
@@ -77,21 +79,27 @@ class Page(HTMLParser):
         super().__init__()
         self.tags: list[tuple[str, dict[str, str | None]]] = []
         self.cells: list[str] = []
-        self.open = False
+        self.captions: list[str] = []
+        self.open = self.in_caption = False
         self.feed(path.read_text(encoding="utf-8"))
 
     def handle_starttag(self, tag: str, attrs: Any) -> None:
         self.tags.append((tag, dict(attrs)))
         starts = tag in ("td", "th")
+        self.in_caption = tag == "caption"
+        self.captions += [""] * self.in_caption
         self.cells += [""] * starts
         self.open = starts or (self.open and tag == "button")
 
     def handle_endtag(self, tag: str) -> None:
         self.open = self.open and tag not in ("td", "th")
+        self.in_caption = self.in_caption and tag != "caption"
 
     def handle_data(self, data: str) -> None:
         if self.open:
             self.cells[-1] += data
+        if self.in_caption:
+            self.captions[-1] += data
 
     def count(self, tag: str) -> int:
         return sum(name == tag for name, _ in self.tags)
@@ -226,7 +234,9 @@ def test_every_record_is_drawn_and_saved_with_and_without_intervals(tmp_path: Pa
         for shown in (record,) if has_always else (record, bare):
             figure = shown.plot()
             assert isinstance(figure, go.Figure)
-            assert figure.data and figure.layout.title.text, name
+            assert figure.layout.title.text, name
+            # A single number stands in a sentence.
+            assert bool(figure.data) != isinstance(record, al.records.AccuracyRecord), name
             assert_same(al.load_record(shown.save(tmp_path / name)), shown, 0)
 
 
@@ -335,6 +345,74 @@ def test_the_forest_draws_each_claim_with_its_controls() -> None:
     assert 0 < at - zero < 10
 
 
+def test_a_ratio_has_a_logarithmic_axis_that_says_so_with_plain_numbers() -> None:
+    ratio = Claim(
+        "A claim.", "a number", Estimate(4.0, 0.3, 16.0), 2.0, "", "", Verdict.AGREES, ""
+    )  # fmt: skip
+    for claim in (ratio, replace(ratio, estimate=Estimate(1.3, 1.2, 1.4))):
+        drawn = forest([claim])
+        assert ">log scale<" in drawn
+        named = re.findall('class="limit-name" x="(.*?)".*?>(.*?)<', drawn)
+        assert len(named) >= 3 and named[0][1] == "2"  # the limit
+        [at] = places(drawn, 'circle class="forest-agrees" cx="(.*?)"')
+        [zero] = places(drawn, 'class="limit" x1="(.*?)"')
+        per_unit = (at - zero) / (log(claim.estimate.value) - log(2))
+        for x, tick in named:
+            expected = zero + per_unit * (log(float(tick)) - log(2))
+            assert float(x) == pytest.approx(expected, abs=0.7)
+        middles = sorted(float(x) for x, _ in named)
+        assert min(b - a for a, b in pairwise(middles)) > 15
+    assert "log scale" not in forest([replace(ratio, limit=0.5)])
+
+
+def test_headings_are_in_order_and_landmarks_have_names_of_their_own(
+    prompt: al.records.PromptFlows, tmp_path: Path
+) -> None:
+    made = dict(made_up_records())
+    flows, faithful = made["SaliencyFlowsRecord"], made["ContextsRecord"]
+    task = {"flows": flows, "contexts": faithful, "one": prompt, "other": prompt}
+    others: list[dict[str, Any]] = [task, {"one": prompt}, {"contexts": faithful}]
+    for results in [{"a": task, "b": task}, *others]:
+        page = Page(write(tmp_path, results, figures={"mine": go.Figure()}))
+        levels = [int(tag[1]) for tag, _ in page.tags if re.fullmatch("h[1-6]", tag)]
+        assert levels[0] == 1 and levels.count(1) == 1
+        assert all(after - before <= 1 for before, after in pairwise(levels)), levels
+        regions = [of.get("aria-label") for _, of in page.tags if of.get("role") == "region"]
+        assert None not in regions and len(regions) == len(set(regions))
+        parts = [of.get("aria-labelledby") for tag, of in page.tags if tag == "section"]
+        named = [name for name in parts if name]
+        assert len(named) == len(set(named)) and {*" ".join(named).split()} <= {
+            of.get("id") for _, of in page.tags
+        }
+        figures = [of for _, of in page.tags if of.get("class") == "figure"]
+        assert figures and all(of["role"] == "img" and of["aria-label"] for of in figures)
+
+
+def test_a_word_of_the_field_is_explained_where_it_stands_first(
+    prompt: al.records.PromptFlows, tmp_path: Path
+) -> None:
+    made = dict(made_up_records())
+    flows, contexts, distances = (
+        made[f"{name}Record"] for name in ("SaliencyFlows", "Contexts", "AnchorDistances")
+    )
+    cases: list[tuple[dict[str, Any], str, int]] = [
+        ({"accuracy": made["AttentionAUCROCRecord"]}, "", 0),
+        ({"distances": distances, "a": contexts, "b": contexts}, "a", 1),
+        ({"distances": distances, "flows": flows, "a": contexts}, "flows", 1),
+        ({"flows": flows, "one": prompt}, "prompt", 1),  # which stands before all figures
+    ]
+    for results, first, count in cases:
+        text = written(tmp_path, results)
+        captions = " ".join(re.findall('<p class="caption">(.*?)</p>', text, re.DOTALL))
+        assert captions.count("A nat is the unit of losses") == count
+        main = captions.count("The main directions are those in which the query vectors")
+        assert main == ("distances" in results)
+        if count:
+            section = re.findall('(?:<section|<div) id="(.*?)"', text.partition("A nat is")[0])[-1]
+            assert first in section
+    assert "A nat is the unit of losses" in prompt.page()
+
+
 def places(drawn: str, pattern: str) -> list[float]:
     return [*map(float, re.findall(pattern, drawn))]
 
@@ -387,6 +465,76 @@ def test_digests_of_queries_are_not_on_the_page(tmp_path: Path) -> None:
         assert str(digest) not in text and "queries in training" not in text
     text = written(tmp_path, {"a": records["a"]})
     assert str(digest) not in text and ">seed<" in text
+
+
+PROMPTS = {"prompts": 12, "demonstration_sets": 1}
+
+
+def test_below_each_figure_stands_what_its_marks_are_and_of_how_many_prompts(
+    tmp_path: Path,
+) -> None:
+    after = "12 prompts after one set of demonstrations."
+    marks = {
+        "SaliencyFlowsRecord": "Pale bands are 95 % intervals, from",
+        "AnchorDistancesRecord": "From",
+        "EdgeSweepRecord": "Brackets are 95 % intervals, from",
+        "TrainingRecord": "From",
+    }
+    made = dict(made_up_records())
+    for name, text in marks.items():
+        record = replace(made[name], info={**made[name].info, **PROMPTS})
+        page = written(tmp_path, {"x": record})
+        assert f'<p class="caption">{text} {after}</p>' in page, name
+        assert f'data-note="{text} {after}"' in page, name  # which a saved picture has
+    bare = replace(record, intervals={}, info={**record.info, "demonstration_sets": 3})
+    page = written(tmp_path, {"x": bare})
+    assert ">From 12 prompts after 3 sets of demonstrations.<" in page
+    assert 'class="caption">From' not in written(tmp_path, {"x": made["TrainingRecord"]})
+    # Bands without any end are not seen.
+    flows = replace(
+        made["SaliencyFlowsRecord"], info=PROMPTS,
+        intervals={k: v * NAN for k, v in made["SaliencyFlowsRecord"].intervals.items()},
+    )  # fmt: skip
+    assert f">From {after}<" in written(tmp_path, {"x": flows})
+
+
+def test_of_what_intervals_speak_is_said_once_a_table(tmp_path: Path) -> None:
+    made, scope = dict(made_up_records()), "other queries after this one set of demonstrations"
+    names = ("SaliencyFlowsRecord", "AttentionAUCROCRecord", "AnchorDistancesRecord")
+    info = {**PROMPTS, "intervals_for": scope}
+    records = {name: replace(made[name], info={**made[name].info, **info}) for name in names}
+    right: dict[str, Any] = {
+        "accuracy": torch.tensor(0.95, dtype=torch.double)
+    }  # claims are judged
+    bounds = {**records[names[2]].intervals, "accuracy": torch.tensor([0.9, 1.0])}
+    distances = replace(records[names[2]], intervals=bounds, **right)
+    path = write(tmp_path, records | {names[2]: distances})
+    page, rows = (
+        Page(path),
+        path.read_text("utf-8").partition("<tbody>")[2].partition("</tbody>")[0],
+    )
+    said = f"Numbers in brackets are 95\xa0% intervals, for {scope}, not for other sets."
+    assert [each.strip() for each in page.captions] == [
+        f"The paper's claims against this model. {said}"
+    ]
+    assert re.findall("For other .*?[.]", rows) == ["For other keys of these 4 classes."]
+    contexts = made["ContextsRecord"]
+    page = Page(write(tmp_path, {"a": replace(contexts, info={**contexts.info, **info})}))
+    assert page.captions == [said]
+
+
+def test_a_single_number_stands_in_a_sentence(tmp_path: Path) -> None:
+    number, correct = torch.tensor(0.75), torch.tensor([1.0, 1.0, 0.0, 1.0])
+    bounds = {"accuracy": torch.tensor([0.3, 0.95])}
+    accuracy = al.records.AccuracyRecord(accuracy=number, correct=correct, intervals=bounds)
+    losses: dict[str, Any] = dict.fromkeys(("loss", "clean_loss"), torch.tensor(1.5))
+    losses |= dict.fromkeys(("loss_per_prompt", "clean_loss_per_prompt"), torch.ones(2))
+    same = al.records.LossRecord(change=torch.tensor(0.0), **losses)
+    text = written(tmp_path, {"accuracy": accuracy, "loss": same})
+    assert "75 % [30, 95] of the queries are answered right." in text
+    assert "<strong>The loss is 1.50.</strong>" in text and figures_of(text) == 0
+    changed = replace(same, change=torch.tensor(0.1))
+    assert figures_of(written(tmp_path, {"loss": changed})) == 1
 
 
 def test_figures_may_have_any_meta_and_a_subtitle(tmp_path: Path) -> None:

@@ -206,15 +206,16 @@ def test_a_class_that_is_defined_again_replaces_the_first(tmp_path: Path) -> Non
     assert type(third.load(path)) is third
 
 
-def test_single_numbers_are_drawn_as_bars() -> None:
-    accuracy = al.records.AccuracyRecord(
-        accuracy=torch.tensor(0.75),
-        correct=torch.tensor([1.0, 1.0, 1.0, 0.0]),
-        intervals={"accuracy": torch.tensor([0.5, 1.0])},
-    )
-    (bar,) = accuracy.plot().data
-    assert (bar.y, bar.error_y.array, bar.error_y.arrayminus) == ((0.75,), (0.25,), (0.25,))
-    (without_intervals,) = replace(accuracy, intervals={}).plot().data
+def test_two_numbers_are_drawn_as_bars() -> None:
+    numbers = dict.fromkeys(("label_loyalty", "word_loyalty", "kl"), torch.tensor(0.75))
+    numbers |= dict.fromkeys(("label_kept", "word_overlap", "kl_per_prompt"), torch.ones(4))
+    ends = dict.fromkeys(("label_loyalty", "word_loyalty"), torch.tensor([0.5, 1.0]))
+    given: dict[str, Any] = numbers | {"intervals": ends}
+    changed = al.records.LoyaltyRecord(**given)
+    (bar,) = changed.plot().data
+    assert bar.y == (0.75, 0.75)
+    assert (bar.error_y.array, bar.error_y.arrayminus) == ((0.25, 0.25), (0.25, 0.25))
+    (without_intervals,) = replace(changed, intervals={}).plot().data
     assert np.isnan(without_intervals.error_y.array).all()
 
 

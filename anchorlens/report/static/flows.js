@@ -69,6 +69,7 @@ for (const root of document.querySelectorAll(".prompt")) {
     return height;
   };
 
+  const about = svg.getAttribute("aria-label");
   const thumbs = find(".thumbs"), SIZE = [26, 40];
   const drawThumbs = () => {
     const all = layers.map(view.arcs), largest = largestOf(all.flat()) || 1;
@@ -101,6 +102,9 @@ for (const root of document.querySelectorAll(".prompt")) {
     }));
     drawArcs();
     const [source, heads] = view.title(), prompt = sourceOf(svg) ? source.split(", ").at(-1) : source;
+    const arcs = view.arcs(layer()), widest = largestOf(arcs);
+    const arc = arcs.find(({ size }) => Math.abs(size) === widest);
+    svg.setAttribute("aria-label", `${about}, layer ${name}. ${arc ? `The widest: ${label(arc)}.` : "There is none."}`);
     svg.dataset.figure = [prompt || "flows", `layer ${name}`, heads].filter(Boolean).join(" ");
     find(".held").textContent = view.held();
     view.show();
@@ -114,7 +118,7 @@ for (const root of document.querySelectorAll(".prompt")) {
     const titles = [find(".heading").textContent, sourceOf(svg), ...title()].filter(Boolean)
       .flatMap((text, k) => linesOf(text, width - 24, k ? font : `bold ${font}`)
         .map((each) => [each, k ? "normal" : "bold"]));
-    // A long part has two lines, as on the page.
+    // A long part has its last two lines, as on the page.
     const texts = rows.map((row) => linesOf(row.textContent, left - 24, `bold ${font}`, 2));
     const heights = texts.map((lines) => line * lines.length + 7);
     const top = 38 + 19 * titles.length, height = top + heights.reduce((sum, each) => sum + each, 0) + 40;
@@ -184,11 +188,20 @@ for (const root of document.querySelectorAll(".prompt")) {
   let seen = 0;
   new ResizeObserver(() => {
     if (!svg.clientWidth) return;  // it is not shown
+    if (seen !== svg.clientWidth) view.fold?.();
     drawArcs();
     if (seen !== svg.clientWidth) drawThumbs();
     if (!seen) picture.scrollTop = picture.scrollHeight;  // the target is at the end
     seen = svg.clientWidth;
   }).observe(picture);
+  // On paper all words are seen, in the width of other figures, and arcs end at their rows.
+  const layOut = (width) => {
+    picture.style.width = width;
+    view.fold?.(Boolean(width));
+    drawArcs();
+  };
+  addEventListener("beforeprint", () => layOut("680px"));
+  addEventListener("afterprint", () => layOut(""));
   draw();
   restore();
 }

@@ -39,12 +39,48 @@ function viewOfPrompt({ data, find, choice, rows, tokens, elementOf, layer, text
   };
   const choose = (element) => {
     current = element;
+    if (element.matches(".folded")) unfold(element.closest("li"));
     draw();
   };
   for (const token of tokens) token.addEventListener("pointerenter", () => choose(token));
-  // A long part shows its first lines until it is chosen.
-  for (const row of rows)
-    row.addEventListener("click", () => { row.classList.toggle("open"); draw(); });
+  // A long part shows its last words, which stand before a label word, until all are asked for.
+  // Pixels of a button, and of a word for which a line has no room.
+  const opened = new Set(), LINES = 2, TAKEN = 180;
+  const words = new Intl.Segmenter(undefined, { granularity: "word" });
+  const widthOf = (token) => [...token.getClientRects()].reduce((sum, { width }) => sum + width, 0);
+  const fold = (isWhole = false) => {
+    for (const element of find(".rows").querySelectorAll(".folded")) element.classList.remove("folded");
+    for (const button of find(".rows").querySelectorAll(".more")) button.remove();
+    const most = (LINES + 0.5) * parseFloat(getComputedStyle(find(".rows")).lineHeight);
+    const isLong = (row) => !isWhole && row.matches(".text") && row.offsetHeight > most;
+    // All is measured before anything changes, or a page of hundreds of parts would be slow.
+    const firsts = rows.filter(isLong).map((row) => {
+      const of = [...row.querySelectorAll("[data-token]")];
+      let first = of.length - 1, room = LINES * row.clientWidth - TAKEN - widthOf(of[first]);
+      while (first > 0 && (room -= widthOf(of[first - 1])) >= 0) first -= 1;
+      const begins = of.findIndex(({ textContent }, k) => k >= first && /^[\s↵]/.test(textContent));
+      return [row, of, Math.max(first, begins)];
+    });
+    for (const [row, of, first] of firsts.filter(([, , first]) => first > 0)) {
+      const button = document.createElement("button"), isOpen = opened.has(row);
+      const hidden = of.slice(0, first).map(({ textContent }) => textContent).join("");
+      const count = [...words.segment(hidden)].filter(({ isWordLike }) => isWordLike).length;
+      button.type = "button";
+      button.className = "more";
+      button.setAttribute("aria-expanded", isOpen);
+      button.setAttribute("aria-label",
+        isOpen ? "fewer words" : `… ${count} more word${count === 1 ? "" : "s"}`);
+      button.addEventListener("click", () => {
+        opened[isOpen ? "delete" : "add"](row);
+        fold();
+        draw();
+        row.querySelector(".more").focus();
+      });
+      row.prepend(button);
+      for (const token of isOpen ? [] : of.slice(0, first)) token.classList.add("folded");
+    }
+  };
+  const unfold = (row) => { opened.add(row); fold(); };
   return {
     arcs,
     lit: () => current?.closest("li"),
@@ -58,5 +94,6 @@ function viewOfPrompt({ data, find, choice, rows, tokens, elementOf, layer, text
     stops: tokens,
     choose,
     show,
+    fold,
   };
 }

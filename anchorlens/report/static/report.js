@@ -60,12 +60,14 @@
       const { data, layout } = figureOf(number, false);
       const width = Math.max(900, parseFloat(holder.style.minWidth));
       const title = linesOf(holder.dataset.title, width - 60, "17px system-ui, sans-serif");
-      // A line of the title has room in any figure; each other line and the source need some more.
-      const more = 20 * (title.length - 1) + (sourceOf(holder) ? 34 : 0);
+      const below = [sourceOf(holder), holder.dataset.note]
+        .flatMap((text) => linesOf(text, width - 60, "14px system-ui, sans-serif")).filter(Boolean);
+      // A line of the title has room in any figure; each other line needs some more.
+      const more = 20 * (title.length - 1) + (below.length ? 16 + 18 * below.length : 0);
       const top = { automargin: false, x: 0.01, y: 1, yref: "container", yanchor: "top", pad: { t: 16 } };
       const height = parseFloat(holder.style.height) + more;
       const drawn = { ...layoutOf({ data, layout }, false, false), width, height,
-        title: { ...top, text: title.join("<br>"), subtitle: { text: sourceOf(holder) } },
+        title: { ...top, text: title.join("<br>"), subtitle: { text: below.join("<br>") } },
         margin: { ...layout.margin, t: (layout.margin?.t ?? 60) + more },
         paper_bgcolor: "#fff" };
       const url = await Plotly.toImage({ data: dataOf({ data }, false), layout: drawn },

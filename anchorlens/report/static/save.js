@@ -24,7 +24,7 @@ const inLight = (draw) => {
   }
 };
 
-// A text in lines that are no wider than a number of pixels; of too many the last ends with "…".
+// A text in lines that are no wider than a number of pixels; of too many the last are kept.
 const ruler = document.createElement("canvas").getContext("2d");
 const linesOf = (text, width, font, most = Infinity) => {
   ruler.font = font;
@@ -40,9 +40,9 @@ const linesOf = (text, width, font, most = Infinity) => {
     }
   }
   if (lines.length <= most) return lines;
-  let last = lines[most - 1];
-  while (last && !fits(`${last}…`)) last = [...last].slice(0, -1).join("");
-  return [...lines.slice(0, most - 1), `${last}…`];
+  let [first, ...others] = lines.slice(-most);
+  while (first && !fits(`… ${first}`)) first = [...first].slice(1).join("");
+  return [`… ${first}`, ...others];
 };
 
 const download = (url, name) => {
@@ -67,8 +67,8 @@ const withStyles = (svg) => inLight(() => {
   const ends = [...svg.querySelectorAll("text")].map((text) => text.getBBox()).map((box) => box.x + box.width);
   const inner = Math.max(svg.viewBox.baseVal.width, ...ends), width = inner + 2 * MARGIN;
   const title = linesOf(svg.dataset.title ?? "", inner, TITLE);
-  const texts = [...title.map((line) => [line, TITLE]), ...linesOf(sourceOf(svg), inner, PLAIN)
-    .map((line) => [line, PLAIN])].filter(([line]) => line);
+  const texts = [...title.map((line) => [line, TITLE]), ...[sourceOf(svg), svg.dataset.note ?? ""]
+    .flatMap((text) => linesOf(text, inner, PLAIN)).map((line) => [line, PLAIN])].filter(([line]) => line);
   const top = MARGIN + 17 * texts.length + (texts.length ? 8 : 0);
   const height = top + svg.viewBox.baseVal.height + MARGIN;
   return textOfSvg(svgNode("svg", { width, height, viewBox: `0 0 ${width} ${height}` },
