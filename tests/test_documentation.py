@@ -20,6 +20,7 @@ from transformers import AutoModelForCausalLM, AutoProcessor
 import anchorlens as al
 from anchorlens.cli import commands
 from anchorlens.report.claims import Verdict
+from tests.support.docstrings import failed_docstrings
 from tests.support.image_models import image_model
 from tests.support.printed_code import FENCE, MODULES, ROOT, blocks_of, run_page
 from tests.support.public import public
@@ -243,8 +244,14 @@ def test_docstrings_have_no_roles_of_another_tool() -> None:
     assert files and not roles
 
 
+@pytest.mark.slow("every example")
+@pytest.mark.filterwarnings("ignore")
+def test_examples_of_docstrings_give_what_they_say() -> None:
+    """tests/devices runs them on a simulated device, too."""
+    assert not [printed for printed in failed_docstrings("cpu").values() if printed]
+
+
 def test_docstrings_have_many_examples_and_skip_none() -> None:
-    """tests/devices runs them on a simulated device."""
     finder = doctest.DocTestFinder(exclude_empty=True)
     examples = [
         example

@@ -400,7 +400,7 @@ class StrongestFlows:
         total: The saliency of all flows between different tokens.
 
     Examples:
-        >>> found = Found(count=1)
+        >>> found = StrongestFlows(count=1)
         >>> found.add(1, 0, torch.tensor([[3.0, 9.0, 0.0], [0.0, 1.0, 9.0]]))
         >>> found.strongest()
         Strongest(keys=[0], queries=[1], sizes=[3.0], share=0.75)

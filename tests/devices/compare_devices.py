@@ -11,8 +11,6 @@ torch are replaced for it.
 import contextlib
 import copy
 import dataclasses
-import doctest
-import importlib
 import io
 import json
 import sys
@@ -34,9 +32,9 @@ from anchorlens.system import devices
 from benchmarks import operations
 from tests.support import simulated_device
 from tests.support.catalogue import ALL, scene_of
-from tests.support.image_models import image_model, picture
+from tests.support.docstrings import failed_docstrings
 from tests.support.measures import tensors_of
-from tests.support.printed_code import MODULES, ROOT, run_page
+from tests.support.printed_code import ROOT, run_page
 from tests.support.quick_analyses import quick_analyses
 from tests.support.tiny_models import (
     byte_level_tokenizer,
@@ -120,30 +118,7 @@ def started() -> dict[str, float]:
 
 
 def docstrings() -> dict[str, str]:
-    """What examples of each module give on the device instead of what is printed there."""
-    tokenizer, folder = byte_level_tokenizer(), Path(tempfile.mkdtemp())
-    tiny_gpt2(len(tokenizer), n_layer=3, n_embd=16).save_pretrained(folder)
-    tokenizer.save_pretrained(folder)
-    model, examples = al.load_model(str(folder), device="sim"), al.load_examples("questions")
-    task, demos = al.TASKS["trec"], al.sample_demonstrations(examples, seed=42)
-    batches = al.build_prompts(model.tokenizer, task, demos, examples[-14:])
-    names = {  # that every example may use
-        **{"al": al, "dataclasses": dataclasses, "torch": torch, "edges": al.edges},
-        **{"model": model, "folder": folder, "task": task, "demos": demos, "batches": batches},
-        **{"batch": batches[0], "processor": image_model("LLaVA")[1]},
-        "picture": picture(0),
-    }
-    return {module: failed_examples(module, names) for module in MODULES}
-
-
-def failed_examples(module: str, names: dict[str, Any]) -> str:
-    """What the examples of a module should have given and gave; empty if they agree."""
-    printed = io.StringIO()
-    with contextlib.redirect_stdout(printed):
-        results = doctest.testmod(
-            importlib.import_module(module), extraglobs=names, optionflags=doctest.ELLIPSIS
-        )
-    return printed.getvalue() if results.failed else ""
+    return failed_docstrings("sim")
 
 
 def readme() -> dict[str, Any]:
@@ -158,7 +133,9 @@ def readme() -> dict[str, Any]:
         with (
             mock.patch.object(al, "load_model", lambda name: model),
             mock.patch.object(
-                al, "sample_prompts", lambda *g, **o: sample(*g, **o | {"queries": 12})
+                al,
+                "sample_prompts",
+                lambda *g, queries, **o: sample(*g, queries=min(queries, 12), **o),
             ),
             contextlib.chdir(folder),
             contextlib.redirect_stdout(printed),
