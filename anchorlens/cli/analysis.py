@@ -9,9 +9,8 @@ from typing import Any
 
 from ..errors import AnchorlensError, StoreError
 from ..experiments.analysis import analyse, costs_of
-from ..experiments.random_weights import count_tokens
 from ..passes.memory import is_out_of_memory
-from ..prompts.batch import PromptBatch
+from ..prompts.batch import PromptBatch, count_tokens
 from ..report.prompt_flows import PromptFlows, plot_prompt
 from ..results.record import Record
 from ..results.results import Results

@@ -19,7 +19,7 @@ from ..metrics.metric import Metric
 from ..metrics.question import Question
 from ..metrics.saliency_flows import SaliencyFlows
 from ..models.hooked import HookedModel, attention_layers
-from ..prompts.batch import PromptBatch
+from ..prompts.batch import PromptBatch, count_tokens
 from ..questions.edge_sweep import EdgeSweep
 from ..questions.sites import first_and_last
 from ..results.record import Record
@@ -31,7 +31,7 @@ from ..system.arguments import checked
 from ..system.processes import fails_together, is_main
 from ..system.steps import planned, step
 from ..system.warn import warn_user
-from .random_weights import count_tokens, random_steps, with_random_models
+from .random_weights import random_steps, with_random_models
 
 METRICS: tuple[Metric, ...] = (SaliencyFlows(), AttentionAUCROC(), AnchorDistances())
 MODEL, ISOLATION = "the model", "isolation"  # the first and the last step

@@ -20,7 +20,7 @@ from ..models.hooked import HookedModel, device_of
 from ..models.kinds import original_of
 from ..models.load import bridge_of
 from ..passes.memory import is_out_of_memory
-from ..prompts.batch import PromptBatch
+from ..prompts.batch import PromptBatch, count_tokens
 from ..results.record import RANDOM_MODELS, Record
 from ..results.results import Results
 from ..runs.checks import possible
@@ -93,10 +93,6 @@ def random_steps(
     if asked is False or _why_not(model, asked is True):
         return {}
     return dict.fromkeys(map(_name, SEEDS), DRAWING + count_tokens(_few(batches)))
-
-
-def count_tokens(batches: Sequence[PromptBatch]) -> int:
-    return sum(int(batch.attention_mask.sum()) for batch in batches)
 
 
 def _name(seed: int) -> str:

@@ -13,6 +13,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
+from ..errors import ModelError
 from ..system.put_back import SafeContext
 from .facts import fact
 from .hooked import HookedModel, dtype_of, is_of_low_precision
@@ -61,7 +62,9 @@ def _in_float32(head: Any, resid: Float[Tensor, "*rows d_model"]) -> Float[Tenso
 
 
 def weights_of(head: Any) -> tuple[Float[Tensor, "vocab d_model"], Float[Tensor, " vocab"]]:
-    """The weights and biases of an unembedding."""
+    """The weights and biases of an unembedding; an error for one that has none."""
+    if not isinstance(head, nn.Linear) and not hasattr(head, "W_U"):
+        raise ModelError(f"its unembedding is a {type(head).__name__}")
     is_torchs = isinstance(head, nn.Linear)
     weights, bias = (head.weight, head.bias) if is_torchs else (head.W_U.mT, head.b_U)
     return weights, weights.new_zeros(len(weights)) if bias is None else bias

@@ -195,9 +195,9 @@ class LinearNorm(NamedTuple):
     def without_bias(self, inputs: Tensor) -> Tensor:
         return self.centred(wide(inputs)) * self.factors
 
-    def given_back(self, direction: Tensor) -> Tensor:
-        """The direction of the inputs that adds most along a direction of the output."""
-        return self.centred(wide(direction) * self.factors)
+    def backward(self, gradient: Tensor) -> Tensor:
+        """The gradient of the inputs, from that of the output."""
+        return self.centred(wide(gradient) * self.factors)
 
     def acting(self) -> Callable[[Any, Any, Any], Tensor]:
         """A hook on the module that makes it linear."""

@@ -106,7 +106,7 @@ def residual_parts(
     *,
     by_head: bool,
 ) -> ResidualParts:
-    """The parts of queries and keys in one pass of whole prompts."""
+    """The parts of queries, keys and values in one pass of whole prompts."""
     # A HookedTransformer counts columns, so that its attention gets all of them.
     columns = torch.arange(batch.tokens.shape[1], device="cpu").expand(len(batch), -1)
     ours = queries, keys
@@ -123,7 +123,6 @@ def residual_parts(
     points += [before_block(0), resid_pre]
     points += [z_name(n) for n in range(layer)] if by_head else []
     last = after_block(len(model.blocks) - 1)  # type: ignore[attr-defined]
-    further = [z_name(layer), f"blocks.{layer}.{_ADDED[0]}"]
     if missing := [name for name in points if name not in model.hook_dict]:
         raise ModelError(
             f"the model has no hook point {missing[0]}, where a part of scores could be read; "
@@ -138,15 +137,16 @@ def residual_parts(
         patterns.append(values.detach()[tuple(each.to(values.device) for each in places)].cpu())
 
     def see_head(_: Any, inputs: Any, output: Any) -> None:
-        seen["unembedded"] = inputs[0].detach()
+        seen["unembedded"], seen["logits"] = inputs[0].detach(), output.detach()
 
-    points += [name for name in further if name in model.hook_dict]
+    points += [name for name in _given_out(layer) if name in model.hook_dict]
     observers: list[Hook] = [(name, partial(see, name)) for name in dict.fromkeys(points)]
     observers += [
         (pattern_name(layer), see_pattern),
         (last, lambda resid, hook: seen.update({last: resid.detach()})),
     ]
     attention = model.blocks[layer].attn  # type: ignore[attr-defined]
+    of_head = [(head, see_head) for head in [head_of(model)] if head is not None]
 
     def recording(_: int, module: Any) -> Any:
         forward = module.forward
@@ -162,7 +162,7 @@ def residual_parts(
     with (
         twin_of(model).suspended(),
         replaced_methods([attention], "forward", recording),
-        added_hooks(model, of_modules=[*norms.observers(), (head_of(model), see_head)]),
+        added_hooks(model, of_modules=[*norms.observers(), *of_head]),
     ):
         run_pass(model, batch, observers=observers)
     try:
@@ -205,13 +205,17 @@ def _directions(
     norms: FrozenNorms,
     queries: Int[Tensor, " batch"],
 ) -> Float[Tensor, "batch head d_value"]:
-    """What the output of each head adds to logits, past no later layer; the last norm is held."""
-    points = z_name(layer), f"blocks.{layer}.{_ADDED[0]}"
-    if missing := [name for name in points if name not in seen]:
+    """The gradient of the answer's logit, minus the mean of the others, at the heads' output.
+
+    It goes past no later layer, and the last norm is held.
+    """
+    if missing := [name for name in _given_out(layer) if name not in seen]:
         raise ModelError(f"the model has no hook point {missing[0]}")
-    after, out = norms.found.get(layer), seen[points[1]]
-    of_heads = _of_heads(model, layer, seen[z_name(layer)], after, call)
+    z, out = (seen[name] for name in _given_out(layer))
+    after = norms.found.get(layer)
+    of_heads = _of_heads(model, layer, z, after, call)
     _require_sum(torch.stack(of_heads).sum(0), out, f"the attention of layer {layer}")
+    weights, bias = (each.detach() for each in weights_of(head_of(model)))
     last, norm = seen[after_block(len(model.blocks) - 1)], getattr(model, "ln_final", None)
     rows = torch.arange(len(batch), device=last.device)
 
@@ -220,20 +224,28 @@ def _directions(
         held = LinearNorm.of(norm, resid, norm.forward(resid)) if norm else no_norm(resid)
         return held.without_bias(resid) + held.bias, held
 
-    unembedded, targets = seen["unembedded"], batch.target_positions
-    at_target = unembedded[:, 0] if unembedded.shape[1] == 1 else unembedded[rows, targets]
-    _require_sum(normed(targets)[0], wide(at_target), "what is unembedded")
-    output, held = normed(queries)
-    weights, bias = (each.detach() for each in weights_of(head_of(model)))
+    unembedded, logits = (
+        each[:, 0] if each.shape[1] == 1 else each[rows, batch.target_positions]
+        for each in (seen["unembedded"], seen["logits"])
+    )
+    _require_sum(normed(batch.target_positions)[0], wide(unembedded), "what is unembedded")
     if batch.labels:
-        weights, bias = weights[batch.label_token_ids], bias[batch.label_token_ids]
+        words = batch.label_token_ids
+        weights, bias, logits = wide(weights[words]), wide(bias[words]), logits[:, words]
+    _require_sum(unembedded.to(weights) @ weights.mT + bias, logits, "the logits")
+    output, held = normed(queries)
     answer = wide(weights[(output.to(weights) @ weights.mT + bias).argmax(1)])
     others = (weights.sum(0, dtype=answer.dtype) - answer) / (len(weights) - 1)
-    direction = held.given_back((answer - others).to(held.factors)).to(out.device)
+    gradient = held.backward((answer - others).to(held.factors)).to(out.device)
     if after is not None:
         factors = after.factors[rows.to(out.device), queries.to(out.device)]
-        direction = after._replace(factors=factors).given_back(direction)
-    return torch.einsum("hdm,bm->bhd", wide(model.blocks[layer].attn.W_O.detach()), direction)
+        gradient = after._replace(factors=factors).backward(gradient)
+    return torch.einsum("hdm,bm->bhd", wide(model.blocks[layer].attn.W_O.detach()), gradient)
+
+
+def _given_out(layer: int) -> tuple[str, str]:
+    """Where the outputs of the heads of a layer are, and what its attention adds."""
+    return z_name(layer), f"blocks.{layer}.{_ADDED[0]}"
 
 
 def _parts_of_residual(

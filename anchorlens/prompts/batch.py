@@ -533,6 +533,11 @@ def anchors_of(batch: PromptBatch) -> Bool[Tensor, "batch position"]:
     return torch.zeros_like(batch.attention_mask).scatter(1, batch.label_positions, True)
 
 
+def count_tokens(batches: Sequence[PromptBatch]) -> int:
+    """The number of tokens of all prompts."""
+    return sum(int(batch.attention_mask.sum()) for batch in batches)
+
+
 def longest_prompt(*batches: PromptBatch) -> int:
     """The number of tokens of the longest prompt."""
     return max(int(batch.attention_mask.sum(1).max()) for batch in batches)

@@ -94,7 +94,7 @@ class ScorePartsRecord(Record):
         groups = [
             f"{self.estimate('of_groups', head, k)} from {of}"
             for k, of in enumerate(GROUPS)
-            if self.of_groups[head, k].abs() > 1e-6
+            if self.of_groups[head, k].abs() > 1e-6  # more than rounding
         ]
         largest = int(self.at_key[head].argmax())
         sentence = (

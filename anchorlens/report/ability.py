@@ -61,7 +61,7 @@ class Ability:
         if self.is_clear:
             return ""
         answered = ""
-        if self.answers:
+        if self.answers and self.labels:
             most, label = max(zip(self.answers, self.labels, strict=True))
             answered = f'the model answers "{label.strip()}" to {most} of {sum(self.answers)}, and '
         return (

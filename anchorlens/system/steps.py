@@ -157,7 +157,7 @@ class Bar(tqdm):
             whole.bar = self.step.bar = self
             title = self.step.title()
         super().__init__(desc=printable(title), **options)
-        self.begun, self.has_told = perf_counter(), False
+        self.begun, self.is_updated = perf_counter(), False
 
     def left(self) -> float | None:
         """Seconds to its end; None before its first update, or without a total."""
@@ -180,14 +180,18 @@ class Bar(tqdm):
         seconds = whole.elapsed + left
         share, rest = whole.elapsed / (seconds or 1), self.format_interval(left)
         self.set_postfix_str(f"all: {100 * share:.0f}%, {rest} left", refresh=False)
-        told, is_first = whole.told, not self.has_told
-        is_near = seconds <= _SHORT_TIME if told is None else 1 < _NEAR * seconds / told < _NEAR**2
-        if is_first and not is_near:
+        told = whole.told
+        is_news = seconds > _SHORT_TIME if told is None else _ratio(seconds, told) > _NEAR
+        if is_news and not self.is_updated:
             known = "the first step tells" if told is None else "this step tells"
             words = f"everything takes {time_in_words(seconds)}, as far as {known}"
             self.write(words, file=sys.stderr)
             whole.told = seconds
-        self.has_told = True
+        self.is_updated = True
+
+
+def _ratio(one: float, other: float) -> float:
+    return max(one, other) / min(one, other)
 
 
 def time_in_words(seconds: int | float) -> str:

@@ -205,6 +205,22 @@ def test_what_an_edge_carries_past_centred_norms_and_biases(byte_level: Any) -> 
     assert (record.carries_by_part.sum(1) - record.carries).abs().max() <= 1e-12
 
 
+class Doubled(torch.nn.Linear):
+    """An unembedding that is another product than its weights say."""
+
+    def forward(self, rows: Tensor) -> Tensor:
+        return 2 * super().forward(rows)
+
+
+def test_what_an_edge_carries_is_unknown_with_another_unembedding(byte_level: Any) -> None:
+    weights = tiny_llama(len(byte_level))
+    weights.lm_head.__class__ = Doubled
+    model = al.prepare_model(boot(weights, byte_level))
+    with pytest.warns(UserWarning, match="heads of layer 1 carry is NaN: the logits and the sum"):
+        record = ask(model, [one_prompt(model)], al.ScoreParts(1), **QUIET)
+    assert record.carries.isnan().all() and not record.contrast.isnan().any()
+
+
 def test_heads_of_a_layer_sum_to_its_part_and_all_parts_to_the_contrast(exact_model: Any) -> None:
     """With biases (GPT-2), and with norms after the attention (Gemma 3)."""
     batches = questions(exact_model, 8)

@@ -429,7 +429,7 @@ def test_accuracy_counts_as_accuracy() -> None:
 def test_what_to_try_follows_from_what_was_asked_and_answered(
     queries: list[int], accuracy: float, advice: str
 ) -> None:
-    found = Ability(Estimate(accuracy, 0.1, 1.0), queries, (), ())
+    found = Ability(Estimate(accuracy, 0.1, 1.0), queries, queries, ())  # of classes without names
     assert found.advice == advice and not found.is_clear
     assert found.why_unclear().endswith(f"({advice})")
 
