@@ -341,6 +341,7 @@ PAIRS = "write edges by number as al.edges.pairs"
             lambda _: api.sample_prompts(None, "sst2", "sst2"),
             r"read it: al.load_examples\('sst2'\)",
         ),
+        (lambda _: api.sample_queries([("Fun.", 1)], 1), r"write al.Example\('Fun.', 1\)"),
         (lambda _: api.sample_queries({"train": []}, 1), "give its rows: one of several splits"),
     ],
 )

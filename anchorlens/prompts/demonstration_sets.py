@@ -124,7 +124,7 @@ def check_labels(task: Task, demonstrations: Sequence[Example]) -> None:
     if wrong:
         raise PromptError(
             f"demonstrations have the labels {wrong}, but the task has the classes 0 to "
-            f"{len(task.labels) - 1} ({', '.join(task.first_words)})"
+            f"{len(task.labels) - 1} ({', '.join(task.first_words)}); write al.Example(text, class)"
         )
 
 

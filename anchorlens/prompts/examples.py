@@ -55,7 +55,9 @@ class Example:
 
     @staticmethod
     def _in_place_of(value: Any) -> str:
-        """What to write in place of the name of a file or of examples."""
+        """What to write in place of the name of a file or of examples, or of a text and a class."""
+        if isinstance(value, tuple | list) and list(map(type, value)) == [str, int]:
+            return f"write al.Example({value[0]!r}, {value[1]})"
         if not isinstance(value, str | Path):
             return ""
         is_name = Path(value).suffix.lower() in READERS or value in (*BUNDLED, *HUB_SOURCES)
