@@ -13,6 +13,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from ..errors import AnchorlensError, ModelError, RunError
 from ..metrics.metric import Metric
 from ..models.facts import take_over
@@ -29,7 +31,7 @@ from ..system.hidden_warnings import hidden_warnings
 from ..system.processes import fails_together, is_main
 from ..system.put_back import each_call_inside
 from ..system.steps import step
-from ..system.torch_state import default_device, gradient_mode, own_random_state
+from ..system.torch_state import gradient_mode, made_on, own_random_state
 from ..system.warn import warn_user
 
 SEEDS = (0, 1, 2)
@@ -144,7 +146,9 @@ def _new_model(model: Any, seed: int) -> HookedModel:
     """A model of the same architecture with weights of a seed."""
     original = original_of(model)
     try:
-        with own_random_state(seed=seed), default_device("cpu"):
+        # In float32 the draw itself differs between processors.
+        dtype = torch.promote_types(original.dtype, torch.float32)
+        with own_random_state(seed=seed), made_on("cpu", dtype):
             weights = type(original)(copy.deepcopy(original.config))
     except Exception as error:  # of a class that was written elsewhere
         raise ModelError(

@@ -73,7 +73,11 @@ def test_a_metric_without_a_result_is_a_warning(gpt2: Any, monkeypatch: pytest.M
 def test_models_of_random_weights_are_run_beside_the_model(model: Any) -> None:
     batches = prompts_of(model, queries=14)
     tokenizer = repr(model.tokenizer), model.tokenizer.backend_tokenizer.to_str()
-    results = al.analyse(model, batches, depth=1, draws=1, **FEW)
+    torch.set_default_dtype(torch.float64)  # the user's, which is not that of the model
+    try:
+        results = al.analyse(model, batches, depth=1, draws=1, **FEW)
+    finally:
+        torch.set_default_dtype(torch.float32)
     assert tokenizer == (repr(model.tokenizer), model.tokenizer.backend_tokenizer.to_str())
     original = model.original_model
     with torch.random.fork_rng():
