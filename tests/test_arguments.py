@@ -275,11 +275,7 @@ def test_labels_of_a_table_are_those_of_examples() -> None:
 @pytest.mark.parametrize(
     ("function", "given", "message"),
     [
-        (
-            al.block_edges,
-            "layers",
-            r"write site=al.Site\(layers=0\)$",
-        ),
+        (al.block_edges, "layers", r"write site=al.Site\(layers=0\)$"),
         (al.block_edges, "heads", r"write site=al.Site\(heads=0\)$"),
         (al.isolate_labels, "layer", r"write site=al.Site\(layers=0\)$"),
         (al.replace_heads, "layers", r"write site=al.Site\(layers=0\)$"),
@@ -287,11 +283,7 @@ def test_labels_of_a_table_are_those_of_examples() -> None:
         (al.Site, "head", r"write heads= \(Heads"),
         (al.Site.of_heads, "pairs", r"of_heads has no argument 'pairs'; it takes heads$"),
         (al.sample_prompts, "seed", "write seeds="),
-        (
-            al.sample_prompts,
-            "n",
-            r"'n'; it takes model, task, examples, queries, shots, seeds,",
-        ),
+        (al.sample_prompts, "n", r"'n'; it takes model, task, examples, queries, shots, seeds,"),
         (al.load_model, "model", "write source="),
     ],
 )

@@ -341,29 +341,17 @@ CALLS: dict[str, tuple[type[Exception], Call]] = {
         AnchorlensError,
         lambda s, of: al.head_effects(s.model, of(s), s.two, **QUIET),
     ),
-    "shuffled": (
-        AnchorlensError,
-        lambda s, of: al.head_effects(s.model, s.two, of(s), **QUIET),
-    ),
+    "shuffled": (AnchorlensError, lambda s, of: al.head_effects(s.model, s.two, of(s), **QUIET)),
     "label_dependence": (AnchorlensError, lambda s, how: dependence(s, [al.Example("W", 1)], how)),
     "task_vectors": (
         AnchorlensError,
         lambda s, change: al.task_vectors(s.model, s.two, **{"tested": s.two} | change, **QUIET),
     ),
-    "attribution": (
-        AnchorlensError,
-        lambda s, options: run(s, [scored(**options)], [s.batch]),
-    ),
+    "attribution": (AnchorlensError, lambda s, options: run(s, [scored(**options)], [s.batch])),
     "site": (HookError, lambda s, site: al.block_edges(s.model, s.batch, edges.wp, site)),
     "detach_heads": (HookError, lambda s, site: al.detach_heads(s.model, site)),
-    "scale_edges": (
-        HookError,
-        lambda s, given: al.scale_edges(s.model, s.batch, edges.wp, *given),
-    ),
-    "replace_heads": (
-        AnchorlensError,
-        lambda s, given: al.replace_heads(s.model, s.batch, *given),
-    ),
+    "scale_edges": (HookError, lambda s, given: al.scale_edges(s.model, s.batch, edges.wp, *given)),
+    "replace_heads": (AnchorlensError, lambda s, given: al.replace_heads(s.model, s.batch, *given)),
     "a method of subsets": (MetricError, lambda s, make: make()),
     "without label words": (PromptError, lambda s, call: call(s, s.without_label_words())),
     "words beyond": (
@@ -742,12 +730,7 @@ ROWS: list[tuple[str, Any, str]] = [
     ("PromptError", lambda s: words(s, [[1], [2] * s.model.cfg.n_ctx]), "the model's context is"),
     (
         "MetricError",
-        lambda s: al.saliency(
-            s.model,
-            s.long_words[0],
-            loss=GOLD,
-            gradient_checkpointing=True,
-        ),
+        lambda s: al.saliency(s.model, s.long_words[0], loss=GOLD, gradient_checkpointing=True),
         "which gradient_checkpointing=True does not store",
     ),
     (
@@ -910,11 +893,7 @@ ROWS: list[tuple[str, Any, str]] = [
     ("replace_heads", (OUTPUTS, al.Site(0, 0, keep_bos=True)), "replace_heads cuts no edges"),
     ("replace_heads", (OUTPUTS[1:], al.Site(0, 0)), r"beginning with \(3, 2\); got torch.fl"),
     *(
-        (
-            "ArgumentError",
-            call,
-            rf"{name}.* must be a function of .*; got \w+, which cannot be c",
-        )
+        ("ArgumentError", call, rf"{name}.* must be a function of .*; got \w+, which cannot be c")
         for name, call in (
             ("how", lambda s: al.relabeling.relabel([BAD, GOOD], SST2, A_CLASS)),
             ("weight", lambda s: run(s, [al.SegmentFlows(weight=A_CLASS)])),

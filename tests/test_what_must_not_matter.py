@@ -398,9 +398,7 @@ ROWS: dict[str, Row] = {
         al.IntegratedFlows(["label", "target"], steps=2), {"steps": 3}, shares=False
     ),
     "parts of scores": asking(
-        al.ScoreParts(1, heads=[0]),
-        *({"layer": 0}, {"heads": [1]}, {"by": "head"}),
-        shares=False,
+        al.ScoreParts(1, heads=[0]), *({"layer": 0}, {"heads": [1]}, {"by": "head"}), shares=False
     ),
     "suppression": asking(
         SUPPRESSION(("label", "query")),

@@ -125,12 +125,7 @@ def attribution(s: Scene) -> Any:
         (al.subsets.lasso(6), al.removal.edges, al.edges.each_demonstration(s.first[0])),
     ]
     return [
-        ask(
-            s.model,
-            s.first,
-            scored(method, remove=remove, segments=segments),
-            **s.quiet,
-        )
+        ask(s.model, s.first, scored(method, remove=remove, segments=segments), **s.quiet)
         for method, remove, segments in methods
     ]
 
