@@ -506,9 +506,11 @@ ROWS: list[tuple[str, Any, str]] = [
         "label_positions must be whole .*complex",
     ),
     ("DataError", lambda s: al.sample_queries([BAD, GOOD], -1), "from 1 to 1,000,000; got -1"),
+    ("DataError", lambda s: al.sample_queries([BAD, GOOD], 2, exclude=[BAD]), "only 1 examples"),
     ("DataError", lambda s: al.sample_demonstrations([BAD, GOOD], 0), "shots must be .*; got 0"),
     ("show", (None, -1), "the prompts 0 to 2; got -1"),
     ("show", (None, 3), "the prompts 0 to 2; got 3"),
+    ("PromptError", lambda s: s.batch.prompt(-1), "the prompts 0 to 2; got -1"),
     ("show", ("gpt2",), r"expected the tokenizer .*; got a str"),
     (
         "PromptError",
@@ -675,6 +677,11 @@ ROWS: list[tuple[str, Any, str]] = [
         for ids in ([0, 8], [-1, 1], [], [0.0, 1.0], [[0, 1]], [True, False], [1, 1])
     ),
     ("accuracies", ({"b": torch.ones(1)}, {}), r"got prompts: \{'first': 2, 'odd': 2, 'b': 1\}"),
+    (
+        "MetricError",
+        lambda s: al.metrics.compare_accuracies({}),
+        r"one; got prompts: \{\}",
+    ),
     ("accuracies", ({}, {"resamples": -1}), "resamples must be .* from 0 to 1,000,000; got -1"),
     ("accuracies", ({}, {"sets": torch.arange(3)}), r"of the 2 prompts; got the shape \(3,\)"),
     *(
@@ -788,6 +795,7 @@ ROWS: list[tuple[str, Any, str]] = [
     ),
     ("MetricError", lambda s: distances(s, 10, {}), r"\(10\).* has 10; .*ces\(directions=9\)"),
     ("MetricError", lambda s: distances(s, 12, {"gold": None}), "needs the true label"),
+    ("MetricError", lambda s: distances(s, 3, {}, directions=0), "number from 1 to .*; got 0"),
     (
         "MetricError",
         lambda s: distances(s, 12, {"label_classes": torch.arange(6).clamp(max=4).expand(12, -1)}),
@@ -882,6 +890,7 @@ ROWS: list[tuple[str, Any, str]] = [
     ("HookError", lambda s: al.Site.of_heads([]), "there is no head"),
     ("HookError", lambda s: al.sites.first_and_last(s.model, [4]), "from 1 to 3 layers; got 4"),
     ("HookError", lambda s: al.sites.windows(s.model, 0), "from 1 to 3 layers; got 0"),
+    ("HookError", lambda s: al.sites.single_heads(s.model, 99), r"from 0 to 2, .* got \[99\]"),
     ("replace_heads", (OUTPUTS, []), "layers must be .*got none"),
     (
         "replace_heads",

@@ -18,7 +18,7 @@ QUICK = QUIET | {"resamples": 2}
 
 
 class Scene:
-    """A model, prompts, data and results that calls use."""
+    """A model, prompts and results that calls use."""
 
     def __init__(self) -> None:
         self.tokenizer = byte_level_tokenizer()
@@ -39,8 +39,6 @@ class Scene:
             length=2,
             held_out=self.batches[1:],
         )
-        self.data = self.folder / "data.jsonl"
-        self.data.write_text('{"text": "a", "label": 0}\n{"text": "b", "label": 1}\n')
 
     def check(self, before: dict[str, Any], attempt: str) -> None:
         """Raise an error if an attempt has changed something, whatever came of it."""
