@@ -1,9 +1,7 @@
 """The material of the attack: a model, its prompts and results, and wrong values."""
 
-import tempfile
 from dataclasses import replace
 from functools import cache
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -29,7 +27,6 @@ class Scene:
         self.task = al.TASKS["trec"]
         self.demos = al.sample_demonstrations(self.examples)
         self.queries = [example for example in self.examples if example not in self.demos][:4]
-        self.folder = Path(tempfile.mkdtemp())
         metrics: list[al.Metric] = [al.SaliencyFlows(), al.AnchorDistances(directions=2)]
         self.results = al.run(self.model, self.batches, metrics, **QUICK)
         self.prefix = al.train_prefix(
