@@ -23,6 +23,13 @@ SHARES = torch.tensor([[0.45, 0.3, 0.25], [0.3, 0.4, 0.3], [0.2, 0.45, 0.35]]).d
 Null = Callable[[Sequence[int], torch.Generator], al.Record]
 
 
+def jackknife(number: Callable[[Tensor], Tensor], rows: Tensor) -> Tensor:
+    """A number of prompts without its bias of first order, by leaving out each in turn."""
+    count = len(rows)
+    others = [number(rows[torch.arange(count) != each]) for each in range(count)]
+    return count * number(rows) - (count - 1) * torch.stack(others).mean(0)
+
+
 def normal(generator: torch.Generator, *shape: int) -> Tensor:
     return torch.randn(*shape, generator=generator, dtype=torch.double)
 

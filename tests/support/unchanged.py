@@ -3,6 +3,7 @@
 import random
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 from unittest.mock import patch
 
@@ -11,7 +12,7 @@ import torch
 from torch.overrides import _get_current_function_mode_stack
 from transformers import AttentionInterface, PreTrainedModel
 
-from anchorlens.models.facts import known_facts
+from anchorlens.models.facts import facts_of, known_facts
 from anchorlens.models.kinds import config_of, modules_of
 
 HOOKS = (
@@ -98,3 +99,14 @@ def models_made_without_global_draws() -> Iterator[None]:
         patch.object(PreTrainedModel, "post_init", end_and_restore),
     ):
         yield
+
+
+@contextmanager
+def found_anew(model: Any) -> Iterator[None]:
+    """Inside, facts of a model are found again, as where a test makes the model lie."""
+    facts = facts_of(model)
+    known_facts[model] = replace(facts, found={}, parts={})
+    try:
+        yield
+    finally:
+        known_facts[model] = facts
