@@ -180,10 +180,8 @@ def all_are_touched() -> bool:
 
 
 def _git(*arguments: str) -> str:
-    done = subprocess.run(
-        ["git", *arguments], cwd=Path(__file__).parent, capture_output=True, text=True
-    )
-    return done.stdout.strip()
+    command = ["git", "-C", str(Path(__file__).parent), *arguments]
+    return subprocess.run(command, capture_output=True, text=True).stdout.strip()
 
 
 def is_selected(config: pytest.Config, item: pytest.Item) -> bool:
@@ -337,12 +335,7 @@ def pytest_runtest_call(item: pytest.Item) -> Iterator[None]:
     """
     from torch.nn import Module
 
-    from tests.support.unchanged import (
-        changed,
-        global_state,
-        models_made_without_global_draws,
-        state_of,
-    )
+    from tests.support.unchanged import changed, global_state, state_of, without_global_draws
 
     models = {id(m): m for m in getattr(item, "funcargs", {}).values() if isinstance(m, Module)}
     if item.get_closest_marker("changes_model"):
@@ -350,7 +343,7 @@ def pytest_runtest_call(item: pytest.Item) -> Iterator[None]:
     states = [(model, state_of(model)) for model in models.values()]
     with_python = item.config.getoption("jaxtyping_packages", None) is None
     before, started = global_state(with_python), processor_time()
-    with models_made_without_global_draws():
+    with without_global_draws():
         yield
     seconds, limit = processor_time() - started, item.config.getoption("--seconds")
     if limit and seconds > limit and not item.get_closest_marker("slow"):

@@ -71,8 +71,8 @@ def test_only_models_imports_transformer_lens_and_transformers() -> None:
         for name, node in NODES
         for module in modules_of(node)
     }
-    importing = {folder for folder, top in tops if top in ("transformer_lens", "transformers")}
-    assert importing == {"models"}
+    libraries = ("transformer_lens", "transformers")
+    assert {folder for folder, top in tops if top in libraries} == {"models"}
 
 
 def modules_of(node: ast.AST) -> list[str]:
@@ -91,9 +91,7 @@ def test_one_file_puts_hooks_on_models() -> None:
     calling = {
         name
         for name, call in CALLS
-        if isinstance(call.func, ast.Attribute)
-        and call.func.attr in methods
-        and ast.unparse(call.func.value) != "self"
+        if getattr(call.func, "attr", "") in methods and ast.unparse(call.func)[:5] != "self."
     }
     assert calling == {"models.model_state"}
 

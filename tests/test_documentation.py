@@ -239,9 +239,8 @@ def test_the_first_reference_page_links_the_others() -> None:
 
 def test_docstrings_have_no_roles_of_another_tool() -> None:
     """They would be shown as they are, and read badly in ``help``."""
-    files = sorted((ROOT / "anchorlens").rglob("*.py"))
-    roles = [path.name for path in files if re.search(r":\w+:`", path.read_text())]
-    assert files and not roles
+    files = (ROOT / "anchorlens").rglob("*.py")
+    assert not [path.name for path in files if re.search(r":\w+:`", path.read_text())]
 
 
 @pytest.mark.slow("every example")
@@ -252,12 +251,8 @@ def test_examples_of_docstrings_give_what_they_say() -> None:
 
 
 def test_docstrings_have_many_examples_and_skip_none() -> None:
-    finder = doctest.DocTestFinder(exclude_empty=True)
-    examples = [
-        example
-        for name in MODULES
-        for test in finder.find(importlib.import_module(name))
-        for example in test.examples
-    ]
+    modules = map(importlib.import_module, MODULES)
+    tests = [test for module in modules for test in doctest.DocTestFinder().find(module)]
+    examples = [example for test in tests for example in test.examples]
     assert len(examples) > 40
     assert not any(doctest.SKIP in example.options for example in examples)

@@ -1,5 +1,6 @@
 """The random control isolates other words of the demonstrations, as many as there are labels."""
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -80,9 +81,7 @@ def test_the_random_control_has_as_many_tokens_as_are_isolated(
 
 
 def test_instructions_are_never_drawn(gpt2: Any) -> None:
-    task = al.Task(
-        "In: {text}\nOut:{label}", (" Table", " Window"), instructions="Say which it is.\n" * 9
-    )
+    task = replace(LONG_LABELS, instructions="Say which it is.\n" * 9)
     demos = [al.Example("one two three", 0), al.Example("six seven eight", 1)]
     batch = al.build_prompts(gpt2.tokenizer, task, demos, ["four five"])[0]
     instructions = edges.segment(batch, "other")

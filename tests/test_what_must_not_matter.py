@@ -132,18 +132,15 @@ def head_effects(model: Any, cut: Cut, of_mean: slice = slice(3), **options: Any
     """Shuffled labels differ by set."""
     prompts, mixed = partial(test_head_effects.prompts, model), test_head_effects.MIXED
     shuffled = prompts(slice(6, 9), mixed, (0, 1), **built(cut))
-    record = al.head_effects(
-        model, prompts(of_mean, **built(cut)), shuffled, progress=False, **options
-    )
-    return {"head_effects": record}
+    right = prompts(of_mean, **built(cut))
+    return {"head_effects": al.head_effects(model, right, shuffled, progress=False, **options)}
 
 
 def task_vectors(model: Any, cut: Cut, tested: slice = slice(3, 9), **options: Any) -> Records:
     prompts, how = test_head_effects.prompts, built(cut)
     asked = prompts(model, tested, seeds=(0, 1), **how)
     read = prompts(model, slice(3), **how)
-    record = al.task_vectors(model, read, asked, progress=False, **options)
-    return {"task_vectors": record}
+    return {"task_vectors": al.task_vectors(model, read, asked, progress=False, **options)}
 
 
 def retrieval_heads(model: Any, cut: Cut, null: str = "N/A", **options: Any) -> Records:
@@ -256,9 +253,7 @@ READS: dict[str, Read] = {
     "differing states": lambda batch: al.reads.At(STATES, first_labels(batch)),
     "differing keys": lambda batch: al.reads.At("keys", early(batch)),
     "differing slope": lambda batch: al.reads.At("slope", early(batch), first_forerunner),
-    "differing keys of target": lambda batch: al.reads.At(
-        "pattern", al.edges.target, first_labels(batch)
-    ),
+    "differing keys of target": lambda b: al.reads.At("pattern", al.edges.target, first_labels(b)),
 }
 # For these, prompts share no tokens, and for that one long prompts have a pattern.
 OF_WHOLE_PROMPTS = {"rows", "layers", "differing pattern", "differing states", "differing keys"}
@@ -328,6 +323,7 @@ SCORES: dict[str, Any] = {
     "one by one": al.subsets.one_by_one,
 }
 CONTEXTS: dict[str, Any] = {"none": al.contexts.NoContext(), "anchors only": al.compress}
+LASSO = al.subsets.lasso(8)
 KEPT = partial(al.compress, select=al.contexts.selection.everything)
 
 ROWS: dict[str, Row] = {
@@ -394,23 +390,15 @@ ROWS: dict[str, Row] = {
     "edges of labels": asking(al.EdgeSweep(labels_read_forerunners, SITES, draws=2)),
     "read forerunners": asking(al.EdgeSweep(forerunners_read, SITES, draws=2)),
     "a question of one's own": asking(Moved(), {"layers": (2,)}, prompts=of_two_sets),
-    "integrated flows": asking(
-        al.IntegratedFlows(["label", "target"], steps=2), {"steps": 3}, shares=False
-    ),
+    "integrated flows": asking(al.IntegratedFlows(["label"], steps=2), {"steps": 3}, shares=False),
     "parts of scores": asking(
         al.ScoreParts(1, heads=[0]), *({"layer": 0}, {"heads": [1]}, {"by": "head"}), shares=False
     ),
     "suppression": asking(
-        SUPPRESSION(("label", "query")),
-        {"segments": ("label", "target")},
-        models=("gpt2", "gemma3"),
+        SUPPRESSION(("label", "query")), {"segments": ("label", "target")}, models=BOTH
     ),
-    "attribution": asking(
-        scored(al.subsets.lasso(8), seed=3), {"scores": {"lasso": al.subsets.lasso(9)}}
-    ),
-    "attribution by text": asking(
-        scored(al.subsets.lasso(8), segments=BESIDE_TEXT, remove=al.removal.text)
-    ),
+    "attribution": asking(scored(LASSO, seed=3), {"scores": {"lasso": al.subsets.lasso(9)}}),
+    "attribution by text": asking(scored(LASSO, segments=BESIDE_TEXT, remove=al.removal.text)),
     "attribution of an answer": asking(
         scored(answer="answer"), prompts=of_written_answers, shares=False
     ),
@@ -481,12 +469,7 @@ def whole_prompts(name: str, model: Any, large: int = 2**31, **options: Any) -> 
 
 
 def as_whole_prompts(
-    name: str,
-    of: str,
-    model: Any,
-    references: dict[Any, Records],
-    cut: Cut,
-    tolerance: float = 1e-9,
+    name: str, of: str, model: Any, references: Any, cut: Cut, tolerance: float = 1e-9
 ) -> Records:
     """The records of batches, after a comparison with those of whole prompts."""
     before = hooks_on(model), implementation_of(model)
@@ -498,6 +481,13 @@ def as_whole_prompts(
     same(records, references[name, of], tolerance)
     assert (hooks_on(model), implementation_of(model)) == before
     return records
+
+
+def check_other_batches(name: str, of: str, model: Any, known: Any, tolerance: float) -> None:
+    cut = Cut(2, "left", reverse=True)
+    records = as_whole_prompts(name, of, model, known, cut, tolerance)
+    shares = {"run once" in each for each in said(records, "shared_prefix")}
+    assert shares == {ROWS[name].shares} - {None}
 
 
 def same(ours: Records, theirs: Records, tolerance: float) -> None:
@@ -524,8 +514,6 @@ def said(records: Records, what: str) -> list[str]:
 
 
 EVERY = [(name, model) for name, row in ROWS.items() for model in row.models]
-
-
 IN_EVERY_KIND = ["metrics", "changed metrics", *CUTS, *OTHERS, "isolation", "read forerunners"]
 IN_EVERY_KIND += ["reweighted", "loss of a span", "loss of words", "metrics of texts"]
 
@@ -537,11 +525,7 @@ def test_in_every_kind_of_model_shared_tokens_batches_order_and_padding_change_n
     name: str, of: str, exact: Any, references: dict[Any, Records], kind_of_model: str
 ) -> None:
     tolerance = 1e-9 if kind_of_model == "bridge" else 1e-6
-    cut = Cut(2, "left", reverse=True)
-    records = as_whole_prompts(name, of, exact, references, cut, tolerance)
-    assert {"run once" in each for each in said(records, "shared_prefix")} == {
-        ROWS[name].shares
-    } - {None}
+    check_other_batches(name, of, exact, references, tolerance)
 
 
 @pytest.mark.slow_cases(
@@ -552,10 +536,7 @@ def test_in_every_kind_of_model_shared_tokens_batches_order_and_padding_change_n
 def test_shared_tokens_batches_order_and_padding_change_nothing(
     name: str, of: str, exact: Any, references: dict[Any, Records]
 ) -> None:
-    records = as_whole_prompts(name, of, exact, references, Cut(2, "left", reverse=True))
-    assert {"run once" in each for each in said(records, "shared_prefix")} == {
-        ROWS[name].shares
-    } - {None}
+    check_other_batches(name, of, exact, references, 1e-9)
 
 
 @pytest.mark.slow_cases(
@@ -569,9 +550,8 @@ def test_long_prompts_have_the_numbers_of_whole_patterns(
     name: str, of: str, exact: Any, references: dict[Any, Records]
 ) -> None:
     records = as_whole_prompts(name, of, exact, references, Cut(2))
-    assert {each.startswith("fused: ") for each in said(records, "attention")} == {
-        ROWS[name].fuses
-    } - {None}
+    fuses = {each.startswith("fused: ") for each in said(records, "attention")}
+    assert fuses == {ROWS[name].fuses} - {None}
 
 
 CHECKPOINTED = [*(("metrics", of) for of in BOTH), ("changed metrics", "gpt2")]

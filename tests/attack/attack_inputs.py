@@ -69,9 +69,8 @@ def wrong_values(rng: random.Random) -> None:
     if rng.random() < 0.6:
         batch = rng.choice(attack_scene.odd_batches(scene.batch))
         changed["batches"] = [batch, *scene.batches[1:]]
-        attempt: Any = [
-            key for key, value in vars(batch).items() if value is not vars(scene.batch)[key]
-        ]
+        right_fields = vars(scene.batch)
+        attempt: Any = [key for key, each in vars(batch).items() if each is not right_fields[key]]
     else:
         options = [("hooks", each) for each in attack_scene.odd_hooks()]
         options += [("loss", each) for each in attack_scene.odd_losses()]

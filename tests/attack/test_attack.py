@@ -61,9 +61,7 @@ def attack(section: Section, count: int, **options: Any) -> None:
 
 
 @pytest.mark.quick_cases("many passes", "fuzzed_prompts", "odd_turns")
-@pytest.mark.parametrize(
-    ("section", "count"), SMALL, ids=[section.__name__ for section, _ in SMALL]
-)
+@pytest.mark.parametrize(("section", "count"), SMALL)
 def test_a_section_finds_no_fault(section: Section, count: int) -> None:
     attack(section, count)
 

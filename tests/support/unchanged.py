@@ -81,7 +81,7 @@ def everything_of(model: Any) -> dict[str, Any]:
 
 
 @contextmanager
-def models_made_without_global_draws() -> Iterator[None]:
+def without_global_draws() -> Iterator[None]:
     """Restore the random state after each transformers model that is made inside."""
     begin, end = PreTrainedModel.__init__, PreTrainedModel.post_init
 
