@@ -337,6 +337,7 @@ CALLS: dict[str, Call] = {
     "token beyond": lambda s, call: call(
         s.model, s.changed(tokens=lambda old: old.clamp(min=3000))
     ),
+    "after a context": lambda s, change: s.context.logits(s.model, s.changed(**change)),
     "block edges": lambda s, given: al.block_edges(s.model, s.batch, given, 0),
     "scale edges": lambda s, given: al.scale_edges(s.model, s.batch, given, 0.5, 0),
     "folded values": lambda s, call: call(s.folded, questions(s.folded, 3)),
@@ -348,7 +349,7 @@ RAISES: dict[str, type[Exception]] = {
             *("Task", "ChatTask", "Verbalizer", "Task by", "Verbalizer by", "relabel"),
             *("build_segments", "from_segments", "from_positions", "show", "compress"),
             *("compress of", "keep", "without label words", "words beyond", "words before"),
-            *("token beyond", "block edges", "scale edges"),
+            *("token beyond", "block edges", "scale edges", "after a context"),
         ),
         PromptError,
     ),
@@ -366,7 +367,7 @@ RAISES: dict[str, type[Exception]] = {
 NEEDS = "needs the true label"
 OUTSIDE = "label_positions of prompt 0 has a position outside"
 FOLDED = "biases of this model are folded"
-UNREWEIGHTED = torch.zeros(3, 2, 6)
+BETA = torch.zeros(3, 2, 6)
 AFTER = al.Site(0, renormalize=False)
 WITH_ZERO = torch.tensor([[1.0, 1.0], [0.0, 1.0], [1.0, 1.0]], requires_grad=True)
 
@@ -450,7 +451,7 @@ ROWS: list[tuple[str, Any, str]] = [
         (
             "ArgumentError",
             lambda s, of=of: s.built(TREC, DEMOS, of),
-            "^queries of build_prompts must be a list of Examples or texts",
+            "^queries .* Examples or texts",
         )
         for of in ({"a": GOOD}, {"x"}, "x", GOOD, [GOOD, 3])
     ),
@@ -516,11 +517,7 @@ ROWS: list[tuple[str, Any, str]] = [
     ("PromptError", lambda s: edges.segment(s.batch, "labels"), "'labels'; the segments are other"),
     ("PromptError", lambda s: edges.segment(s.renamed, "label"), r"'label'; .* as al.SegmentFlows"),
     ("PromptError", lambda s: run(s, [al.Accuracy()], s.beyond), "token 1000000 is outside"),
-    (
-        "MetricError",
-        lambda s: al.metrics.loyalty(torch.zeros(2, 9), torch.zeros(2, 9), BEYOND),
-        r"from 0 to 8, .*; got \[1, 1000000, 2\]",
-    ),
+    ("MetricError", lambda s: al.metrics.loyalty(LOGITS, LOGITS, BEYOND), r"got \[1, 1000000, 2\]"),
     # A run of any questions.
     ("MetricError", lambda s: run(s, []), "nothing to compute: give at least one"),
     ("MetricError", lambda s: run(s, [al.Accuracy()] * 2), r"got \['accuracy', 'accuracy'\]"),
@@ -532,11 +529,6 @@ ROWS: list[tuple[str, Any, str]] = [
             "same label words; run each task by itself",
         )
         for other in (lambda words: OTHER_WORDS, lambda words: replace(words, score=torch.amax))
-    ),
-    (
-        "AnchorlensError",
-        lambda s: run(s, METRICS[:1], hooks=lambda batch: al.isolate_labels(s.model, batch, 99)),
-        r"layers .* from 0 to 2, or -3 to -1 .*got \[99\]",
     ),
     ("hooks of a run", lambda batch: None, "what hooks returns must be a list .*; got None"),
     ("hooks of a run", lambda batch: [(MISSING, lambda x, hook: x)], f"no hook point '{MISSING}'"),
@@ -553,15 +545,11 @@ ROWS: list[tuple[str, Any, str]] = [
     ("ArgumentError", lambda s: run(s, [al.AttentionAUCROC]), "an instance is needed, Atten"),
     ("ArgumentError", lambda s: run(s, [object()]), "questions of run must be .* Questions"),
     ("ArgumentError", lambda s: al.run(A_NAME, [], METRICS), "A TransformerBridge or .* as ``al.l"),
-    (
-        "ArgumentError",
-        lambda s: al.isolate_labels(s.model, s.two, 0),
-        "must be a PromptBatch; got .*; give one element of the list",
-    ),
+    ("ArgumentError", lambda s: al.isolate_labels(s.model, s.two, 0), "one element of the list"),
     (
         "MetricError",
         lambda s: run(s, METRICS[1:2], gradient_checkpointing=True),
-        r"True saves memory of the gradient, but none of \['attention_aucroc'\]",
+        "attention_aucroc",
     ),
     ("MetricError", lambda s: run_pass(s.model, s.batch, gradient_checkpointing=True), "no loss"),
     ("HookError", lambda s: al.analyse(s.model, s.two, depth=4), "are from 1 to 3 layers; got 4"),
@@ -571,21 +559,21 @@ ROWS: list[tuple[str, Any, str]] = [
     ("StoreError", lambda s: type(one_accuracy()).load("\0"), "cannot be read: .*embedded null"),
     (
         "PromptError",
-        lambda s: s.batch.label_scores(torch.zeros(len(s.batch), 3)),
-        "has the token .*, but there are logits of 3 tokens; give all logits",
+        lambda s: s.batch.label_scores(torch.zeros(3, 3)),
+        "logits of 3 tokens; give all",
     ),
     ("ArgumentError", lambda s: s.changed(verbalizer=PAIR).prompt(0), "a Verbalizer or None; got"),
     ("without label words", lambda s, b: al.isolate_labels(s.model, b, 0), "nothing to isolate"),
     ("without label words", lambda s, b: run(s, METRICS[:1], [b]), "at least one label word in ea"),
     ("words beyond", lambda s, b: al.isolate_labels(s.model, b, 0), OUTSIDE),
     ("words beyond", lambda s, b: al.hooks.isolate_random(s.model, b, 0, seed=1), OUTSIDE),
-    ("words beyond", lambda s, b: al.reweight_anchors(s.model, b, UNREWEIGHTED), OUTSIDE),
+    ("words beyond", lambda s, b: al.reweight_anchors(s.model, b, BETA), OUTSIDE),
     ("words beyond", lambda s, b: edges.pq(b), OUTSIDE),
     ("words before", lambda s, b: al.isolate_labels(s.model, b, 0), OUTSIDE),
     ("words before", lambda s, b: edges.pq(b), OUTSIDE),
     ("folded values", lambda m, b: al.saliency(m, b[0]), rf"{FOLDED} .*_biases=False"),
     ("folded values", lambda m, b: al.run(m, b, METRICS[:1], progress=False), FOLDED),
-    ("folded values", lambda m, b: al.reweight_anchors(m, b[0], UNREWEIGHTED), FOLDED),
+    ("folded values", lambda m, b: al.reweight_anchors(m, b[0], BETA), FOLDED),
     ("folded values", lambda m, b: al.isolate_labels(m, b[0], AFTER), FOLDED),
     ("folded values", lambda m, b: al.block_edges(m, b[0], edges.wp, AFTER), FOLDED),
     ("folded values", lambda m, b: ask(m, b, al.IntegratedFlows(), **QUIET), FOLDED),
@@ -597,11 +585,7 @@ ROWS: list[tuple[str, Any, str]] = [
     ("loyalty", ((0, 9), (0, 9), 5), r"one row a prompt; got .*0, 9"),
     ("loyalty", ((2, 9), (2, 9), 0), r"`top` is from 1 to the 9 tokens.*got 0"),
     *(
-        (
-            "MetricError",
-            lambda s, pair=pair: al.metrics.loyalty(pair[0], pair[1], PAIR),
-            "logits must be finite numbers, but some are NaN or inf",
-        )
+        ("MetricError", lambda s, pair=pair: al.metrics.loyalty(*pair, PAIR), "some are NaN or inf")
         for wrong in (torch.full((3, 8), value) for value in (NAN, INF, -INF))
         for pair in ((wrong, LOGITS), (LOGITS, wrong))
     ),
@@ -699,11 +683,7 @@ ROWS: list[tuple[str, Any, str]] = [
         lambda b: edges.wp(b) | torch.eye(b.tokens.shape[1], dtype=torch.bool),
         r"the edges \['mine'\] of saliency_flows: edges must go from a token to an earlier",
     ),
-    (
-        "SaliencyFlows",
-        lambda b: edges.between(torch.ones_like(b.attention_mask), edges.anchors(b)),
-        "edges must go from a token to an earlier",
-    ),
+    ("SaliencyFlows", lambda b: edges.between(b.tokens > -1, edges.anchors(b)), "to an earlier"),
     ("MetricError", lambda s: al.SaliencyFlows({}), "edges are functions of the batch by name"),
     # A mean key of several small sets would describe none of them.
     (
@@ -733,21 +713,13 @@ ROWS: list[tuple[str, Any, str]] = [
         }.items()
     ),
     # Hooks.
+    ("HookError", lambda s: al.reweight_anchors(s.model, s.batch, BETA.mT), r"got \(3, 6, 2\)"),
     (
         "HookError",
-        lambda s: al.reweight_anchors(s.model, s.batch, torch.zeros(3, 6, 2)),
-        r"\(layer, head, anchor\) = \(3, 2, 6\); got \(3, 6, 2\)",
-    ),
-    (
-        "HookError",
-        lambda s: al.contexts.reweight_demonstrations(s.model, s.batch, UNREWEIGHTED[..., :5]),
+        lambda s: al.contexts.reweight_demonstrations(s.model, s.batch, BETA[..., :5]),
         r"\(layer, head, anchor\) = \(3, 2, 6\)",
     ),
-    (
-        "HookError",
-        lambda s: al.hooks.isolate_random(s.model, TIGHT, 0, seed=0),
-        r"have 0 tokens other than the 2 of .*longer demonstrations",
-    ),
+    ("HookError", lambda s: al.hooks.isolate_random(s.model, TIGHT, 0, seed=0), "have 0 tokens"),
     ("site", [], "got none"),
     ("site", [0, -4], r"got \[-4\]"),
     ("site", al.Site(0, heads=99), r"heads must be numbers from 0 to 1.*got \[99\]"),
@@ -854,13 +826,8 @@ ROWS: list[tuple[str, Any, str]] = [
         for hooks in ("block", "scale")
         for wrong in (torch.zeros(1, 4, 4), torch.zeros(1, 4, 4).long(), torch.ones(4, 4) > 2)
     ),
-    *(
-        ("HookError", call, "beta must be numbers below infinity")
-        for call in (
-            lambda s: al.reweight_anchors(s.model, s.batch, UNREWEIGHTED * NAN),
-            lambda s: al.reweight_anchors(s.model, s.batch, UNREWEIGHTED + INF),
-        )
-    ),
+    ("HookError", lambda s: al.reweight_anchors(s.model, s.batch, BETA * NAN), "below infinity"),
+    ("HookError", lambda s: al.reweight_anchors(s.model, s.batch, BETA + INF), "below infinity"),
     *(
         ("MetricError", call, "on the device 'meta', whose tensors have no")
         for call in (
@@ -893,11 +860,7 @@ ROWS: list[tuple[str, Any, str]] = [
     ("Faithfulness", ({"random": torch.ones(2, 6)}, {}), "no name is empty, 'random' or 'best pos"),
     ("Faithfulness", ({"given": torch.ones(2, 5)}, {}), r"= \(2, 6\), .*of the shape \(2, 5\)"),
     ("Faithfulness", ({"given": torch.ones(3, 6)}, {}), "'given' must be numbers .* for each"),
-    (
-        "Faithfulness",
-        ({"of batch": lambda batch: torch.ones(len(batch), 5)}, {}),
-        r"'of batch' must be numbers of the shape .* = \(2, 6\)",
-    ),
+    ("Faithfulness", ({"f": lambda b: torch.ones(len(b), 5)}, {}), r"'f' must be .* = \(2, 6\)"),
     ("Faithfulness", ({"f": lambda batch: 3}, {}), "'f' must be numbers .* got a int"),
     ("Faithfulness", ({"given": torch.full((2, 6), -INF)}, {}), "'given' must be finite, or NaN"),
     ("Faithfulness", ({"a": al.Accuracy()}, {}), "Accuracy gives no .*; SegmentAttention, Seg"),
@@ -928,16 +891,8 @@ ROWS: list[tuple[str, Any, str]] = [
     ("attribution", {"answer": "text"}, "'demonstration 1' of prompt 0 goes on after the an"),
     ("attribution", {"answer": "query", "segments": ["text", "query"]}, "'query' of .* goes on"),
     ("attribution", {"answer": "format"}, "in prompt 0, or holds its first token"),
-    (
-        "AnchorlensError",
-        lambda s: run(s, [scored()], [s.own]),
-        "no label words, so that the answer must be a segment.*answer='answer'",
-    ),
-    (
-        "AnchorlensError",
-        lambda s: run(s, [scored()], [s.batch, s.of_five]),
-        "every prompt must have equally many demonstrations",
-    ),
+    ("AnchorlensError", lambda s: run(s, [scored()], [s.own]), "must be a segment.*='answer'"),
+    ("AnchorlensError", lambda s: run(s, [scored()], [s.batch, s.of_five]), "equally many"),
     ("attribution", returning(), "the batch that runs and a list of hooks.*tuple"),
     (
         "attribution",
@@ -960,11 +915,7 @@ ROWS: list[tuple[str, Any, str]] = [
     ("attribution", mine(draw=lambda n, _: torch.ones(0, n) > 0), r"bool .*\(0, 6\)"),
     ("attribution", mine(draw=seeded), r"equally many subsets each time; got .* and .*\("),
     ("attribution", mine(scores=lambda kept, y: y.mean()), r"'mine' \(<lambda>\).* of the 6"),
-    (
-        "attribution",
-        mine(scores=lambda kept, y: y[1:] * NAN),
-        r"must give a finite number for each .* y from -1 to 1, got \[nan, ",
-    ),
+    ("attribution", mine(scores=lambda kept, y: y[1:] * NAN), r"finite .*-1 to 1, got \[nan"),
     ("attribution", mine(errors=lambda kept, y: y), r"errors of .* 'mine' .* torch.float64"),
     ("MetricError", lambda s: al.subsets.random(9, 3, torch.Generator()), "8 subsets of.*got 9"),
     ("MetricError", lambda s: al.subsets.lasso().draw(3, torch.Generator()), "are 8 subsets of 3"),
@@ -1012,11 +963,7 @@ ROWS: list[tuple[str, Any, str]] = [
     ("shuffled", lambda s: s.unlabelled, "head_effects needs the true label of each query"),
     ("shuffled", lambda s: [s.own], "no label words"),
     ("PromptError", lambda s: al.task_vectors(s.model, [], s.two, **QUIET), "no batches to run"),
-    (
-        "MetricError",
-        lambda s: al.task_vectors(s.model, s.two, s.unlabelled, **QUIET),
-        "task_vectors needs the true label of each query",
-    ),
+    ("MetricError", lambda s: al.task_vectors(s.model, s.two, s.unlabelled, **QUIET), NEEDS),
     *(
         (
             "PromptError",
@@ -1043,11 +990,7 @@ ROWS: list[tuple[str, Any, str]] = [
     # Contexts.
     ("compress", {"select": lambda demos: PAIR > 0}, r"got torch.bool of the shape \(2,\)"),
     ("compress", {"select": lambda demos: edges.bos(demos)[0] & False}, ", all False"),
-    (
-        "compress",
-        {"positions": lambda selected: (selected.nonzero().flatten() + 1, 9)},
-        "a placement must leave the keys at their positions",
-    ),
+    ("compress", {"positions": lambda chosen: (chosen.nonzero()[:, 0] + 1, 9)}, "must leave the k"),
     ("compress of", {"demonstrations_id": torch.arange(3)}, "have several; compress each"),
     ("compress of", {"segments": lambda old: old.clamp(max=OTHER)}, "not known which tokens of th"),
     ("keep", lambda: by_score("small keys", 0), "keep must be from 1 .* got keep=0, that is 0"),
@@ -1091,11 +1034,7 @@ ROWS: list[tuple[str, Any, str]] = [
         lambda s: compared(s, s.several_sets, contexts={"anchors": s.context}),
         "the context 'anchors': the prompts do not begin",
     ),
-    (
-        "ModelError",
-        lambda s: compared(s, s.two, contexts={"anchors": s.of_llama}),
-        "the context 'anchors': this context was made with",
-    ),
+    ("ModelError", lambda s: compared(s, s.two, contexts={"a": s.of_llama}), "'a': .* made with"),
     ("PromptError", lambda s: compared(s, s.several_sets), "'mine' makes a context for each set"),
     (
         "PromptError",
@@ -1142,18 +1081,8 @@ ROWS: list[tuple[str, Any, str]] = [
     ("start", lambda s: s.starts[1], "more than the BOS"),
     ("start", lambda s: s.starts[2], "positions=al.contexts.placement.rebased, or select everyt"),
     ("ModelError", lambda s: s.prefix.logits(s.llama, s.batch), "this context was made with"),
-    (
-        "PromptError",
-        lambda s: s.context.logits(s.model, replace(s.batch, tokens=s.batch.tokens.flip(0) + 1)),
-        "prompt 0 differs at position 0",
-    ),
-    (
-        "PromptError",
-        lambda s: s.context.logits(
-            s.model, replace(s.batch, target_positions=s.batch.query_start - 1)
-        ),
-        "a prompt has its target at position",
-    ),
+    ("after a context", {"tokens": lambda old: old.flip(0) + 1}, "prompt 0 differs at position 0"),
+    ("after a context", {"target_positions": lambda old: old * 0 + 124}, "has its target at pos"),
     (
         "PromptError",
         lambda s: replace(s.context, query_position=510).logits(s.model, s.batch),
