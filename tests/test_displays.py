@@ -222,9 +222,8 @@ def test_models_of_any_name_and_error_are_compared_without_commands(
     options: dict[str, Any] = {"queries": 12, "depth": 1, "draws": 1, "resamples": 0}
     try:
         with pytest.warns(UserWarning) as warned:
-            record = al.replication.across_models(
-                {COMMANDS: load, f"ok {COMMANDS}": gpt2}, "questions", **options
-            )
+            models = {COMMANDS: load, f"ok {COMMANDS}": gpt2}
+            record = al.replication.across_models(models, "questions", **options)
     finally:
         log.handlers = handlers
     logged = stream.getvalue()

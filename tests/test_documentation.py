@@ -177,16 +177,6 @@ def test_fourteen_recipes_are_short_and_have_their_results() -> None:
         assert len(lines) <= 10, f"line {block.line} of {page.name}"
 
 
-SEARCHED = """few-shot, quantized, out of memory, multi-token, troubleshooting, faq, svg,
-matplotlib, batch size, confidence interval, save a figure, logit lens, colab"""
-
-
-@pytest.mark.parametrize("words", SEARCHED.replace("\n", " ").split(", "))
-def test_what_people_search_for_is_on_a_page(words: str) -> None:
-    texts = {page.name: " ".join(page.read_text().lower().split()) for page in PAGES}
-    assert [name for name, text in texts.items() if words in text and name != "README.md"]
-
-
 PICTURE = re.compile(r"\]\((?:\.\./)*(images/\S+?)\)")
 
 

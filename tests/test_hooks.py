@@ -60,14 +60,10 @@ def test_whole_words_isolates_all_tokens_of_a_label_word(gpt2: Any) -> None:
 def test_keep_bos_cuts_all_edges_but_the_one_to_bos(llama: Any, gpt2: Any) -> None:
     batch = questions(llama, 3, padding_side="left")[0]
     hooks = al.isolate_labels(llama, batch, al.Site(range(3), keep_bos=True))
-    patterns = patterns_of(llama, batch, hooks)
-    for row, label_positions, mask in zip(
-        patterns, batch.label_positions.tolist(), batch.attention_mask, strict=True
-    ):
-        bos = int(mask.long().argmax())
-        for position in label_positions:
-            attended = (row[:, :, position] > 0).any(0).any(0).nonzero().flatten().tolist()
-            assert attended == [bos, position]
+    attended = (patterns_of(llama, batch, hooks) > 0).any(1).any(1)
+    for row, positions, bos in zip(attended, batch.label_positions, batch.starts, strict=True):
+        for position in positions.tolist():
+            assert row[position].nonzero().flatten().tolist() == [int(bos), position]
     with pytest.raises(HookError, match="do not begin with a BOS"):
         al.isolate_labels(gpt2, questions(gpt2, 1)[0], al.Site(0, keep_bos=True))
 

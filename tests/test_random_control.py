@@ -15,9 +15,9 @@ from tests.support.tiny_models import LONG_LABELS, questions
 def random_by_prompt(model: Any, seed: int, **options: Any) -> dict[int, list[int]]:
     drawn: dict[int, list[int]] = {}
     for batch in questions(model, 7, **options):
-        rows = zip(edges.random_positions(batch, seed), batch.attention_mask, strict=True)
-        found = [row[mask].nonzero().flatten().tolist() for row, mask in rows]
-        drawn |= dict(zip(batch.index.tolist(), found, strict=True))
+        of_batch = batch.index.tolist(), edges.random_positions(batch, seed), batch.attention_mask
+        for index, row, mask in zip(*of_batch, strict=True):
+            drawn[index] = row[mask].nonzero().flatten().tolist()
     return drawn
 
 

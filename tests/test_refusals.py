@@ -89,6 +89,7 @@ STARTS: list[Any] = [
 ]
 NOT_ALLOWED = torch.zeros(3000, dtype=torch.bool)
 NO_LABEL = lambda batch: replace(batch, gold=None)  # noqa: E731
+TWO = lambda logits, b: logits.sum(1) if len(logits) == 4 else logits.sum()  # noqa: E731
 FLIPPED = lambda batch: replace(batch, label_classes=batch.label_classes.flip(1))  # noqa: E731
 TWO_CLASSES = [al.Example(demo.text, (demo.label or 0) % 2) for demo in DEMOS]
 GOLD_ALONE = {"a": al.relabeling.gold}
@@ -196,13 +197,11 @@ def flows(s: Scene, given: tuple[al.Question, str]) -> Any:
 
 
 def weighted(s: Scene, weights: Any) -> Any:
-    loss = al.losses.next_token_cross_entropy(weights)
-    return run(s, [al.SegmentFlows()], [s.own], loss=loss)
+    return al.saliency(s.model, s.own, loss=al.losses.next_token_cross_entropy(weights))
 
 
 def words(s: Scene, words: Any) -> Any:
-    loss = al.losses.word_cross_entropy(words)
-    return al.saliency(s.model, s.long_words[0], loss=loss)
+    return al.saliency(s.model, s.long_words[0], loss=al.losses.word_cross_entropy(words))
 
 
 def train(kind: str, s: Scene, change: dict[str, Any]) -> Any:
@@ -212,10 +211,6 @@ def train(kind: str, s: Scene, change: dict[str, Any]) -> Any:
         of_last = name in call and callable(value)
         call[name] = [*call[name][:-1], value(call[name][-1])] if of_last else value
     return TRAINERS[kind](s.model, **call)
-
-
-def two_numbers(logits: torch.Tensor, batch: al.PromptBatch) -> torch.Tensor:
-    return logits.sum(1) if len(logits) == 4 else logits.sum()
 
 
 def faithful(s: Scene, given: tuple[Any, dict[str, Any]]) -> Any:
@@ -585,9 +580,9 @@ ROWS: list[tuple[str, Any, str]] = [
     ("loyalty", ((0, 9), (0, 9), 5), r"one row a prompt; got .*0, 9"),
     ("loyalty", ((2, 9), (2, 9), 0), r"`top` is from 1 to the 9 tokens.*got 0"),
     *(
-        ("MetricError", lambda s, pair=pair: al.metrics.loyalty(*pair, PAIR), "some are NaN or inf")
+        ("MetricError", lambda s, a=a, b=b: al.metrics.loyalty(a, b, PAIR), "some are NaN or inf")
         for wrong in (torch.full((3, 8), value) for value in (NAN, INF, -INF))
-        for pair in ((wrong, LOGITS), (LOGITS, wrong))
+        for a, b in ((wrong, LOGITS), (LOGITS, wrong))
     ),
     *(
         (
@@ -1055,7 +1050,7 @@ ROWS: list[tuple[str, Any, str]] = [
     ("prefix", {"check_every": 0}, "check_every must be a whole number from 1"),
     ("prefix", {"optimizer": torch.optim.LBFGS}, "whose step needs no arguments"),
     ("prefix", {"loss": lambda logits, _: logits.sum()}, "one number a prompt"),
-    ("prefix", {"loss": two_numbers, "held_out": lambda b: b.prompts(0, 2)}, "one number a prompt"),
+    ("prefix", {"loss": TWO, "held_out": lambda b: b.prompts(0, 2)}, "one number a prompt"),
     ("prefix", {"length": 600}, "left after 600 positions"),
     ("soft prompt", {"start": []}, "got none"),
     ("soft prompt", {"start": [10**6]}, r"from 0 to 2999; got \[1000000\]"),

@@ -9,7 +9,7 @@ what is missing there, bit for bit, and other settings and prompts are refused.
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
-from functools import cache, partial
+from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -22,6 +22,7 @@ from anchorlens.errors import StoreError
 from anchorlens.runs import way
 from anchorlens.system import row_pieces
 from tests.ablation.test_likelihood import written
+from tests.conftest import shared
 from tests.experiments import test_head_effects, test_retrieval_heads
 from tests.questions.test_edge_sweep import forerunners_read
 from tests.questions.test_faithfulness import weights_of
@@ -32,7 +33,7 @@ from tests.support.asked import scored
 from tests.support.measures import assert_same, difference, hooks_on
 from tests.support.own_parts import EveryRead
 from tests.support.printed_code import printed
-from tests.support.tiny_models import questions, tiny_gemma3, tiny_gpt2, tiny_llama
+from tests.support.tiny_models import questions
 
 pytestmark = pytest.mark.filterwarnings(
     *("ignore:some pairs of classes have no prompts", "ignore:in layers", "ignore:in .* of .* set"),
@@ -82,7 +83,7 @@ def of_segments(model: Any, cut: Cut) -> Batches:
     return cut.of(partial(test_retrieval_heads.documents, model))
 
 
-def of_written_answers(model: Any, cut: Cut) -> Batches:
+def of_answers(model: Any, cut: Cut) -> Batches:
     batch = written(model, cut.padding_side)
     return [batch.prompts(0, 2)] if cut.batch_size > 2 else [batch.prompt(1), batch.prompt(0)]
 
@@ -326,6 +327,7 @@ CONTEXTS: dict[str, Any] = {"none": al.contexts.NoContext(), "anchors only": al.
 LASSO = al.subsets.lasso(8)
 KEPT = partial(al.compress, select=al.contexts.selection.everything)
 
+UNSAID: dict[str, Any] = {"shares": None, "fuses": None}
 ROWS: dict[str, Row] = {
     "metrics": Row(Asked(METRICS), models=BOTH),
     "metrics of several sets": Row(Asked(OF_SETS, prompts=of_two_sets)),
@@ -394,14 +396,10 @@ ROWS: dict[str, Row] = {
     "parts of scores": asking(
         al.ScoreParts(1, heads=[0]), *({"layer": 0}, {"heads": [1]}, {"by": "head"}), shares=False
     ),
-    "suppression": asking(
-        SUPPRESSION(("label", "query")), {"segments": ("label", "target")}, models=BOTH
-    ),
+    "suppression": asking(SUPPRESSION(("label", "query")), {"segments": ("label",)}, models=BOTH),
     "attribution": asking(scored(LASSO, seed=3), {"scores": {"lasso": al.subsets.lasso(9)}}),
     "attribution by text": asking(scored(LASSO, segments=BESIDE_TEXT, remove=al.removal.text)),
-    "attribution of an answer": asking(
-        scored(answer="answer"), prompts=of_written_answers, shares=False
-    ),
+    "attribution of an answer": asking(scored(answer="answer"), prompts=of_answers, shares=False),
     "faithfulness": asking(
         al.Faithfulness(SCORES, subsets=8),
         *({"top": 2}, {"scores": SCORES | {"one by one": al.subsets.lasso(8)}}),
@@ -416,33 +414,18 @@ ROWS: dict[str, Row] = {
         {"positions": al.contexts.placement.restarted},
     ),
     "head effects": Row(head_effects, [partial(head_effects, of_mean=slice(3, 6))], fuses=False),
-    "task vectors": Row(
-        task_vectors, [partial(task_vectors, tested=slice(9, 15))], shares=None, fuses=None
-    ),
+    "task vectors": Row(task_vectors, [partial(task_vectors, tested=slice(9, 15))], **UNSAID),
     "retrieval heads": Row(retrieval_heads, [partial(retrieval_heads, null="Nothing")]),
     "retrieval from documents": Row(retrieval_from_documents, shares=False),
     "label dependence": Row(
-        label_dependence, [partial(label_dependence, of=slice(1, 6))], shares=None, fuses=None
+        label_dependence, [partial(label_dependence, of=slice(1, 6))], **UNSAID
     ),
 }
 
 
-@pytest.fixture(scope="module")
-def models(hooked: Any, byte_level: Any, sentencepiece_like: Any) -> Callable[[str], Any]:
-    """Models in float64 by name, each made once."""
-
-    @cache
-    def model_of(name: str) -> Any:
-        make = {"gpt2": tiny_gpt2, "llama": tiny_llama, "gemma3": tiny_gemma3}[name]
-        tokenizer = byte_level if name == "gpt2" else sentencepiece_like
-        return hooked(make(len(tokenizer)).double(), tokenizer)
-
-    return model_of
-
-
 @pytest.fixture
-def exact(of: str, models: Callable[[str], Any]) -> Any:
-    return models(of)
+def exact(of: str, request: pytest.FixtureRequest, hooked: Any) -> Any:
+    return shared(request, of, exact=True)
 
 
 @pytest.fixture(scope="module")
@@ -564,11 +547,8 @@ CHECKPOINTED += [("metrics of texts", "gpt2"), ("every read and hooks", "gpt2")]
 def test_blocks_that_run_again_for_their_gradient_change_nothing(
     name: str, large: int, exact: Any
 ) -> None:
-    once, again = (
-        whole_prompts(name, exact, large, gradient_checkpointing=checkpoints)
-        for checkpoints in (False, True)
-    )
-    same(again, once, 1e-12)
+    once = whole_prompts(name, exact, large)
+    same(whole_prompts(name, exact, large, gradient_checkpointing=True), once, 1e-12)
 
 
 STORED = [(name, row.models[0], False) for name, row in ROWS.items() if row.others]

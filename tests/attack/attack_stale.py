@@ -182,9 +182,7 @@ def training(call: Call) -> dict[str, Tensor]:
     return tensors_of([*context.prefix.keys, *context.prefix.values])
 
 
-CALLS: list[Callable[[Call], dict[str, Tensor]]] = [
-    *(hooks, metric, loss, experiment, sweep, among_others, training)
-]
+CALLS: list[Any] = [hooks, metric, loss, experiment, sweep, among_others, training]
 
 
 def stale_results(rng: random.Random) -> None:
