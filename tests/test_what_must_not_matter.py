@@ -225,11 +225,6 @@ def most_attended(block: al.reads.Block) -> torch.Tensor:
     return block.pattern.sum(2).amax(2)
 
 
-def products(block: al.reads.Block) -> torch.Tensor:
-    assert block.slope is not None
-    return (block.pattern * block.slope).abs().sum((2, 3))
-
-
 def early(batch: al.PromptBatch) -> torch.Tensor:
     """A position of the demonstrations, which differs between prompts."""
     return (9 + batch.index % 3)[:, None]
@@ -248,7 +243,6 @@ READS: dict[str, Read] = {
     "states": lambda batch: al.reads.At(STATES, al.edges.anchors),
     "in any order": lambda batch: al.reads.At(STATES, target_then_labels(batch)),
     "rows": lambda batch: al.reads.Blocks(partial(largest_of_rows, batch)),
-    "products": lambda batch: al.reads.Blocks(products, slope=True),
     "layers": lambda batch: al.reads.Blocks(most_attended, whole=True),
     "differing pattern": lambda batch: al.reads.At("pattern", early(batch), first_forerunner),
     "differing states": lambda batch: al.reads.At(STATES, first_labels(batch)),
