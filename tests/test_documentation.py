@@ -78,9 +78,7 @@ def reader(monkeypatch: Any, tmp_path: Path, load_tiny: Any, model_folder: Path)
     def few_prompts(*given: Any, queries: int = MOST_QUERIES, **options: Any) -> Any:
         return sample_prompts(*given, queries=min(queries, MOST_QUERIES), **options)
 
-    def plain(name: str, **options: Any) -> Any:
-        return load_plain(str(model_folder), **options)
-
+    plain = lambda name, **options: load_plain(str(model_folder), **options)  # noqa: E731
     monkeypatch.setattr(AutoModelForCausalLM, "from_pretrained", plain)
     monkeypatch.setattr(al, "load_model", load_tiny)
     monkeypatch.setattr(al, "sample_queries", few)
@@ -162,7 +160,7 @@ def test_the_readme_is_short_and_begins_with_code_and_its_result() -> None:
     assert len(readme.read_text().splitlines()) <= 120
     block, of_hooks = blocks_of(readme, "python")
     assert "run_with_hooks" in of_hooks.code and len(of_hooks.code.splitlines()) <= 8
-    assert len([line for line in block.code.splitlines() if line.strip()]) <= 7
+    assert len([*filter(str.strip, block.code.splitlines())]) <= 7
     [printed] = blocks_of(readme, "text")
     verdicts = [line.partition(":")[0] for line in printed.code.splitlines() if line[0] != " "]
     assert len(verdicts) == 6 and {*verdicts} <= {*map(str, Verdict)}
@@ -173,8 +171,7 @@ def test_fourteen_recipes_are_short_and_have_their_results() -> None:
     _, *recipes = blocks_of(page, "python")
     assert len(recipes) == len(blocks_of(page, "text")) == 14
     for block in recipes:
-        lines = [line for line in block.code.splitlines() if line.strip()]
-        assert len(lines) <= 10, f"line {block.line} of {page.name}"
+        assert len([*filter(str.strip, block.code.splitlines())]) <= 10, block.line
 
 
 PICTURE = re.compile(r"\]\((?:\.\./)*(images/\S+?)\)")

@@ -209,8 +209,7 @@ def test_in_accelerate_a_module_keeps_the_former_forward() -> None:
     assert module._old_forward == former and "forward" in vars(module)
 
 
-def test_in_accelerate_accelerate_reads_its_state_without_initializing_it() -> None:
-    """An object made by __new__ says whether the state is initialized, and does not do so."""
+def test_in_accelerate_an_object_by_new_reads_the_state_without_initializing_it() -> None:
     from accelerate import PartialState
 
     def is_initialized() -> bool:
@@ -263,8 +262,7 @@ def test_in_torch_modes_and_hooks_of_saved_tensors_can_be_removed() -> None:
     assert top == hooks and after is None and count == before + 1
 
 
-def test_in_torch_the_guard_of_inference_mode_can_end_twice() -> None:
-    """The guard of inference_mode restores what it found, and nothing at its second end."""
+def test_in_torch_a_second_end_of_the_guard_of_inference_mode_restores_nothing() -> None:
     with torch.inference_mode():
         guard: Any = torch._C._InferenceMode(False)  # it starts here, or when it is entered
         guard.__enter__()

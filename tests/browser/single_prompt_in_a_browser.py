@@ -50,7 +50,9 @@ def test_the_page_of_one_prompt_is_accessible_and_if_long_scrolls_and_is_whole_o
         assert picture.evaluate(hidden)[1] == 0
 
 
-LONG = f"The {{}} kettle came {'two days late, in a box that somebody opened, ' * 6} and is {{}}"
+LONG = (
+    f"The {{}} kettle came {'two days late, in a box that somebody had opened, ' * 6} and is {{}}"
+)
 
 
 @pytest.fixture(scope="module")
