@@ -41,31 +41,12 @@ gc.disable()
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption(
-        "--kind",
-        choices=KINDS,
-        action="append",
-        help="what the tests hook: a bridge as al.load_model gives it (the default), one in "
-        "compatibility mode, or a HookedTransformer (transformer-lens 3.9); several if repeated. "
-        "Value biases are never folded",
-    )
-    parser.addoption(
-        "--rows",
-        choices=("all", "due"),
-        default="all",
-        help="which architectures: all, or those in every run and the quarter whose turn it is",
-    )
-    parser.addoption(
-        "--seconds",
-        type=float,
-        help="processor time, of this process and its children, that a test may take which is not "
-        "marked slow",
-    )
-    parser.addoption(
-        "--matrix-results",
-        metavar="FILE",
-        help="add what test_matrix.py measures to FILE, one JSON object a line",
-    )
+    """CONTRIBUTING.md says which kinds of model and which architectures a run has."""
+    add = parser.addoption
+    add("--kind", choices=KINDS, action="append", help="what the tests hook; several if repeated")
+    add("--rows", choices=("all", "due"), default="all", help="which architectures: all, or a part")
+    add("--seconds", type=float, help="processor time that a test may take, if it is not slow")
+    add("--matrix-results", metavar="FILE", help="add what test_matrix.py measures, as JSON lines")
 
 
 class RaisedLog(logging.Handler):
@@ -180,10 +161,8 @@ def all_are_touched() -> bool:
 
 
 def _git(*arguments: str) -> str:
-    done = subprocess.run(
-        ["git", *arguments], cwd=Path(__file__).parent, capture_output=True, text=True
-    )
-    return done.stdout.strip()
+    command = ["git", "-C", str(Path(__file__).parent), *arguments]
+    return subprocess.run(command, capture_output=True, text=True).stdout.strip()
 
 
 def is_selected(config: pytest.Config, item: pytest.Item) -> bool:
@@ -337,12 +316,7 @@ def pytest_runtest_call(item: pytest.Item) -> Iterator[None]:
     """
     from torch.nn import Module
 
-    from tests.support.unchanged import (
-        changed,
-        global_state,
-        models_made_without_global_draws,
-        state_of,
-    )
+    from tests.support.unchanged import changed, global_state, state_of, without_global_draws
 
     models = {id(m): m for m in getattr(item, "funcargs", {}).values() if isinstance(m, Module)}
     if item.get_closest_marker("changes_model"):
@@ -350,14 +324,11 @@ def pytest_runtest_call(item: pytest.Item) -> Iterator[None]:
     states = [(model, state_of(model)) for model in models.values()]
     with_python = item.config.getoption("jaxtyping_packages", None) is None
     before, started = global_state(with_python), processor_time()
-    with models_made_without_global_draws():
+    with without_global_draws():
         yield
     seconds, limit = processor_time() - started, item.config.getoption("--seconds")
     if limit and seconds > limit and not item.get_closest_marker("slow"):
-        pytest.fail(
-            f"it took {seconds:.1f} s of processor time: mark it slow, or make it faster",
-            pytrace=False,
-        )
+        pytest.fail(f"it took {seconds:.1f} s of processor time: mark it slow, or cut it", False)
     changes = [change for model, state in states for change in changed(state, state_of(model))]
     if changes:
         SHARED.clear()

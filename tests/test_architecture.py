@@ -71,8 +71,8 @@ def test_only_models_imports_transformer_lens_and_transformers() -> None:
         for name, node in NODES
         for module in modules_of(node)
     }
-    importing = {folder for folder, top in tops if top in ("transformer_lens", "transformers")}
-    assert importing == {"models"}
+    libraries = ("transformer_lens", "transformers")
+    assert {folder for folder, top in tops if top in libraries} == {"models"}
 
 
 def modules_of(node: ast.AST) -> list[str]:
@@ -91,9 +91,7 @@ def test_one_file_puts_hooks_on_models() -> None:
     calling = {
         name
         for name, call in CALLS
-        if isinstance(call.func, ast.Attribute)
-        and call.func.attr in methods
-        and ast.unparse(call.func.value) != "self"
+        if getattr(call.func, "attr", "") in methods and ast.unparse(call.func)[:5] != "self."
     }
     assert calling == {"models.model_state"}
 
@@ -177,12 +175,9 @@ def test_what_is_changed_for_a_while_is_put_back() -> None:
 
 
 def decorated_with(name: str, tree: ast.Module) -> list[ast.FunctionDef]:
-    return [
-        node
-        for node in ast.walk(tree)
-        if isinstance(node, ast.FunctionDef)
-        and any(name in ast.unparse(decorator).split(".") for decorator in node.decorator_list)
-    ]
+    functions = [node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)]
+    names = [{*".".join(map(ast.unparse, each.decorator_list)).split(".")} for each in functions]
+    return [each for each, of_each in zip(functions, names, strict=True) if name in of_each]
 
 
 def puts_back(function: ast.FunctionDef) -> bool:
@@ -202,21 +197,16 @@ def test_contexts_of_contextlib_only_translate_errors() -> None:
         for function in decorated_with("contextmanager", tree)
     }
     assert not [name for name, is_needed in contexts.items() if is_needed]
-    assert contexts and any(
-        puts_back(f) for f in decorated_with("safe_context", TREES["system.hidden_warnings"])
-    )
+    others = decorated_with("safe_context", TREES["system.hidden_warnings"])
+    assert contexts and any(map(puts_back, others))
 
 
 def test_every_context_that_puts_something_back_is_interrupted_by_a_test() -> None:
     tests = ROOT.parent / "tests"
     files = (tests / "system/test_every_context.py", tests / "models/test_interrupts.py")
     tested = "".join(file.read_text() for file in files)
-    changing = {
-        function.name
-        for tree in TREES.values()
-        for function in decorated_with("safe_context", tree)
-        if calls_of_put_back(function)
-    }
+    contexts = [each for tree in TREES.values() for each in decorated_with("safe_context", tree)]
+    changing = {each.name for each in contexts if calls_of_put_back(each)}
     assert len(changing) > 9
     assert not {name for name in changing if not re.search(rf"\b{name}\b", tested)}
 

@@ -133,11 +133,10 @@ def test_scaled_edges_and_isolated_labels_act_while_the_model_writes(gpt2: Any) 
     demos = [al.Example("one two", 0), al.Example("three", 1)]
     batch = al.build_prompts(gpt2.tokenizer, LONG_LABELS, demos, ["four five"])[0]
     cut = edges.every(batch) & some_edges(batch)
-    cuts = {
-        "scaled": (al.scale_edges(gpt2, batch, cut, 0.0, 1), cut.table()),
-        "isolated": (al.isolate_labels(gpt2, batch, 1), edges.wp(batch).table()),
-    }
-    for hooks, table in cuts.values():
+    for hooks, table in (
+        (al.scale_edges(gpt2, batch, cut, 0.0, 1), cut.table()),
+        (al.isolate_labels(gpt2, batch, 1), edges.wp(batch).table()),
+    ):
         tokens, logits = write(gpt2, batch, hooks)
         assert difference(logits, by_hand(gpt2, tokens, table, [1], slice(None))) < 1e-5
 

@@ -40,9 +40,8 @@ def test_an_example_runs_and_writes_a_page(
     path: Path, monkeypatch: Any, shallow_folder: Path, tmp_path: Path, capsys: Any, quick: None
 ) -> None:
     text = path.read_text()
-    options = [
-        word for option in QUICK if f'"{option.split()[0]}"' in text for word in option.split()
-    ]
+    known = [option.split() for option in QUICK]
+    options = [word for option in known if f'"{option[0]}"' in text for word in option]
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(path.parent)  # as `python examples/...` has it
     transfers = "print_transfer" in text  # from a model to itself, by two names
@@ -126,9 +125,8 @@ def test_a_prompt_is_of_the_same_split_in_every_process(
     constant = torch.arange(8)[:, None].expand(8, 10)  # 0000000000 to 7777777777
     assert toy.is_test(constant).nonzero().flatten().tolist() == [0, 1, 7]
     # No token says that a digit stands there ten times.
-    assert (train != train[:, :1]).any(1).all() and int(
-        toy.TASKS["double histogram"](train).max()
-    ) < 10
+    assert (train != train[:, :1]).any(1).all()
+    assert int(toy.TASKS["double histogram"](train).max()) < 10
 
 
 def test_prompts_are_followed_by_the_answers_of_tasks_in_turn(

@@ -64,10 +64,7 @@ def page(model_folder: Path, tmp_path_factory: Any) -> Iterator[Any]:
         "wandb": wandb,
     }
     load, load_plain = al.load_model, AutoModelForCausalLM.from_pretrained
-
-    def plain(name: str, **options: Any) -> Any:
-        return load_plain(model_folder, **options)
-
+    plain = lambda name, **options: load_plain(model_folder, **options)  # noqa: E731
     names, owns = dict[str, Any](__name__="page"), list[dict[str, Any]]()
     folder = tmp_path_factory.mktemp("other_tools")
     with pytest.MonkeyPatch.context() as patch:
@@ -139,8 +136,7 @@ def test_weights_and_biases_gets_figures_tables_and_the_report(page: Any) -> Non
 def test_passes_of_other_tools_give_the_records_of_a_run(page: Any) -> None:
     names, (first, second, traced) = page.names, page.owns
     assert [[*own] for own in page.owns] == [["attention_aucroc"], *[["saliency_flows"]] * 2]
-    metrics = [al.SaliencyFlows()]
-    alone = al.run(names["model"], names["batches"][:1], metrics, progress=False)
+    alone = al.run(names["model"], names["batches"][:1], [al.SaliencyFlows()], progress=False)
     for name, record in {**first, **second}.items():
         assert_same(replace(record, info={}), replace(names["results"][name], info={}), 1e-5)
     expected = replace(alone["saliency_flows"], info={})

@@ -1,6 +1,6 @@
 """Private or undocumented names of other packages that anchorlens needs.
 
-None of them has a public replacement. The name of a test names the package, its docstring our need.
+None of them has a public replacement. The name of a test names the package.
 """
 
 import abc
@@ -28,19 +28,15 @@ pytestmark = pytest.mark.every_kind
 PACKAGE = Path(al.__file__).parent
 
 
-def test_in_transformers_blocks_are_named() -> None:
-    """A model names the blocks that must not be spread over devices."""
+def test_in_transformers_a_model_names_blocks_that_must_not_be_spread() -> None:
     assert "GPT2Block" in GPT2LMHeadModel._no_split_modules
 
 
 def test_in_torch_version_counts_edits() -> None:
-    """Tensor._version counts edits in place."""
     tensor = torch.zeros(2)
     before = tensor._version
-    tensor.add_(1)
-    edited = tensor._version
-    tensor.sum()
-    assert before < edited == tensor._version
+    tensor.add_(1).sum()
+    assert tensor._version == before + 1
 
 
 def test_in_torch_a_tensor_may_compute_its_values() -> None:
@@ -63,39 +59,30 @@ def test_in_torch_a_tensor_may_compute_its_values() -> None:
     assert shape_is_free and bool(lazy.sum() == 2) and len(called) == 1
 
 
-def test_in_torch_hook_tables_hold_all_hooks() -> None:
-    """These four dictionaries of a Module hold all its hooks under the numbers of their handles."""
+def test_in_torch_four_tables_hold_all_hooks_of_a_module() -> None:
     module = nn.Linear(1, 1)
-    module.register_forward_pre_hook(print)
-    module.register_forward_hook(print)
-    module.register_full_backward_pre_hook(print)
-    module.register_full_backward_hook(print)
+    for kind in ("forward_pre", "forward", "backward_pre", "backward"):
+        getattr(module, f"register_{kind.replace('back', 'full_back')}_hook")(print)
     names = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
-    tables: list[Any] = [getattr(module, name) for name in names]
-    assert all(isinstance(table, dict) and list(table.values()) == [print] for table in tables)
+    assert [list(getattr(module, name).values()) for name in names] == [[print]] * 4
 
 
 def test_in_torch_tables_of_hooks_on_all_modules_begin_so() -> None:
-    """Hooks on all modules are in dictionaries of torch.nn.modules.module with such names."""
     tables = nn.modules.module
-    handles = [
-        tables.register_module_forward_hook(print),
-        tables.register_module_forward_pre_hook(print),
-    ]
-    named = {name: each for name, each in vars(tables).items() if name.startswith("_global_")}
-    found = {n: [*each.values()] for n, each in named.items() if isinstance(each, dict) and each}
-    for handle in handles:
-        handle.remove()
+    with tables.register_module_forward_hook(print), tables.register_module_forward_pre_hook(print):
+        named = {name: each for name, each in vars(tables).items() if name.startswith("_global_")}
+        found = {
+            n: [*each.values()] for n, each in named.items() if isinstance(each, dict) and each
+        }
     assert found == {"_global_forward_hooks": [print], "_global_forward_pre_hooks": [print]}
 
 
 def test_in_transformer_lens_handles_mark_permanent_hooks() -> None:
-    """A handle of a HookPoint holds the function, its number, and whether it is permanent."""
     point: Any = HookPoint()
     point.add_hook(print, is_permanent=True)
     (handle,) = point.fwd_hooks
-    attributes_hold = handle.user_hook is print and handle.is_permanent
-    assert attributes_hold and list(point._forward_hooks) == [handle.hook.id]
+    assert handle.user_hook is print and handle.is_permanent
+    assert list(point._forward_hooks) == [handle.hook.id]
 
 
 def test_in_torch_adding_hooks_changes_what_is_put_back() -> None:
@@ -117,17 +104,15 @@ def test_in_torch_adding_hooks_changes_what_is_put_back() -> None:
 
 
 def test_in_torch_tensors_hold_their_hooks() -> None:
-    """A Tensor holds its hooks in these two dictionaries, which are None without hooks."""
     tensor: Any = torch.ones(1, requires_grad=True)
-    names = ("_backward_hooks", "_post_accumulate_grad_hooks")
-    without = [getattr(tensor, name) for name in names]
+    without = tensor._backward_hooks, tensor._post_accumulate_grad_hooks
     tensor.register_hook(print)
     tensor.register_post_accumulate_grad_hook(print)
-    assert without == [None, None] and all(len(getattr(tensor, name)) == 1 for name in names)
+    assert without == (None, None)
+    assert len(tensor._backward_hooks) == len(tensor._post_accumulate_grad_hooks) == 1
 
 
-def test_in_abc_classes_tell_what_is_registered() -> None:
-    """An abstract class tells which classes were registered with it, first of all."""
+def test_in_abc_a_class_tells_first_what_is_registered() -> None:
     dump: Any = vars(abc)["_get_dump"]
 
     class A(abc.ABC):  # noqa: B024 - its registry alone is read
@@ -139,7 +124,6 @@ def test_in_abc_classes_tell_what_is_registered() -> None:
 
 
 def test_in_torch_a_call_of_a_module_is_one_frame() -> None:
-    """Each call of a Module is one Python frame of Module.__call__."""
     code = nn.Module.__call__.__code__
     counts = []
 
@@ -160,14 +144,11 @@ def test_in_torch_a_call_of_a_module_is_one_frame() -> None:
     assert counts == [3, 1, 0]
 
 
-def test_in_torch_quantised_tensors_name_their_parts() -> None:
-    """A tensor that consists of others names them in __tensor_flatten__()."""
+def test_in_torch_tensors_that_consist_of_others_name_them() -> None:
     nested: Any = torch.nested.nested_tensor([torch.ones(2), torch.ones(3)], layout=torch.jagged)
     names, _ = nested.__tensor_flatten__()
-    others_have_none = not hasattr(torch.zeros(1), "__tensor_flatten__")
-    assert others_have_none and all(
-        isinstance(getattr(nested, name), torch.Tensor) for name in names
-    )
+    assert not hasattr(torch.zeros(1), "__tensor_flatten__")
+    assert all(isinstance(getattr(nested, name), torch.Tensor) for name in names)
 
 
 @pytest.mark.slow("compiles")
@@ -205,7 +186,6 @@ def test_in_transformers_configurations_and_their_copies_name_the_attention() ->
 
 
 def test_in_transformers_registrations_can_be_undone() -> None:
-    """The attention interfaces hold what was registered in _global_mapping."""
     for registry in (AttentionInterface, AttentionMaskInterface):
         registry.register("ours", print)
         assert registry()["ours"] is print
@@ -214,15 +194,13 @@ def test_in_transformers_registrations_can_be_undone() -> None:
 
 
 def test_in_transformer_lens_a_bridge_stores_its_last_pattern() -> None:
-    """An AttentionBridge stores its last pattern as _pattern, which is None at first."""
     from transformer_lens.model_bridge.generalized_components.attention import AttentionBridge
 
     config = SimpleNamespace(n_heads=1, d_head=1, d_model=1)
     assert vars(AttentionBridge("attn", config))["_pattern"] is None
 
 
-def test_in_accelerate_accelerate_keeps_the_former_forward() -> None:
-    """Where accelerate replaces the forward of a module, it keeps the former one."""
+def test_in_accelerate_a_module_keeps_the_former_forward() -> None:
     from accelerate.hooks import ModelHook, add_hook_to_module
 
     module = nn.Linear(2, 2)
@@ -231,8 +209,7 @@ def test_in_accelerate_accelerate_keeps_the_former_forward() -> None:
     assert module._old_forward == former and "forward" in vars(module)
 
 
-def test_in_accelerate_accelerate_reads_its_state_without_initializing_it() -> None:
-    """An object made by __new__ says whether the state is initialized, and does not do so."""
+def test_in_accelerate_an_object_by_new_reads_the_state_without_initializing_it() -> None:
     from accelerate import PartialState
 
     def is_initialized() -> bool:
@@ -248,7 +225,6 @@ def test_in_accelerate_accelerate_reads_its_state_without_initializing_it() -> N
 
 
 def test_in_torch_the_default_store_is_that_of_all_processes() -> None:
-    """_get_default_store() returns the store through which the processes connected."""
     from torch.distributed.distributed_c10d import _get_default_store
 
     if torch.distributed.is_initialized():
@@ -264,15 +240,13 @@ def test_in_torch_the_default_store_is_that_of_all_processes() -> None:
 
 
 def test_in_jaxtyping_annotations_name_their_axes() -> None:
-    """dim_str of an annotation holds its axes."""
     from jaxtyping import Float
 
     annotation: Any = Float[torch.Tensor, "layer flow"]
     assert annotation.dim_str == "layer flow"
 
 
-def test_in_torch_modes_of_torch_can_be_removed() -> None:
-    """The function modes and the hooks of saved tensors of a thread can be read and removed."""
+def test_in_torch_modes_and_hooks_of_saved_tensors_can_be_removed() -> None:
     from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack, _pop_mode
 
     of_autograd = torch._C._autograd
@@ -288,8 +262,7 @@ def test_in_torch_modes_of_torch_can_be_removed() -> None:
     assert top == hooks and after is None and count == before + 1
 
 
-def test_in_torch_the_guard_of_inference_mode_can_end_twice() -> None:
-    """The guard of inference_mode restores what it found, and nothing at its second end."""
+def test_in_torch_a_second_end_of_the_guard_of_inference_mode_restores_nothing() -> None:
     with torch.inference_mode():
         guard: Any = torch._C._InferenceMode(False)  # it starts here, or when it is entered
         guard.__enter__()
@@ -302,7 +275,6 @@ def test_in_torch_the_guard_of_inference_mode_can_end_twice() -> None:
 
 
 def test_in_torch_a_value_says_whether_checkpoints_stop_early() -> None:
-    """set_checkpoint_early_stop changes _enable_checkpoint_early_stop, and restores it."""
     before = checkpoint._enable_checkpoint_early_stop
     with checkpoint.set_checkpoint_early_stop(False):
         inside = checkpoint._enable_checkpoint_early_stop
@@ -323,9 +295,7 @@ def test_in_python_warnings_are_recorded_by_three_values() -> None:
 
 
 def test_in_transformers_configurations_name_their_folder() -> None:
-    """A configuration as a dict holds the folder it was loaded from under this name."""
-    options: dict[str, Any] = {"name_or_path": "folder"}
-    assert "_name_or_path" in GPT2Config(**options).to_dict()
+    assert "_name_or_path" in GPT2Config(name_or_path="folder").to_dict()
 
 
 def private_names(tree: ast.AST) -> Iterator[str]:

@@ -104,11 +104,8 @@ def test_a_word_of_other_tools_leads_to_a_call_that_is_right(word: str) -> None:
 
 
 def test_the_package_has_its_version() -> None:
-    assert (
-        al.__version__
-        == importlib.metadata.version("anchorlens")
-        == identity.versions()["anchorlens"]
-    )
+    installed = importlib.metadata.version("anchorlens")
+    assert al.__version__ == installed == identity.versions()["anchorlens"]
 
 
 def test_a_name_is_the_one_of_its_module() -> None:

@@ -1,5 +1,6 @@
 """The random control isolates other words of the demonstrations, as many as there are labels."""
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -14,9 +15,9 @@ from tests.support.tiny_models import LONG_LABELS, questions
 def random_by_prompt(model: Any, seed: int, **options: Any) -> dict[int, list[int]]:
     drawn: dict[int, list[int]] = {}
     for batch in questions(model, 7, **options):
-        rows = zip(edges.random_positions(batch, seed), batch.attention_mask, strict=True)
-        found = [row[mask].nonzero().flatten().tolist() for row, mask in rows]
-        drawn |= dict(zip(batch.index.tolist(), found, strict=True))
+        of_batch = batch.index.tolist(), edges.random_positions(batch, seed), batch.attention_mask
+        for index, row, mask in zip(*of_batch, strict=True):
+            drawn[index] = row[mask].nonzero().flatten().tolist()
     return drawn
 
 
@@ -80,9 +81,7 @@ def test_the_random_control_has_as_many_tokens_as_are_isolated(
 
 
 def test_instructions_are_never_drawn(gpt2: Any) -> None:
-    task = al.Task(
-        "In: {text}\nOut:{label}", (" Table", " Window"), instructions="Say which it is.\n" * 9
-    )
+    task = replace(LONG_LABELS, instructions="Say which it is.\n" * 9)
     demos = [al.Example("one two three", 0), al.Example("six seven eight", 1)]
     batch = al.build_prompts(gpt2.tokenizer, task, demos, ["four five"])[0]
     instructions = edges.segment(batch, "other")

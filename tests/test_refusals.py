@@ -70,7 +70,7 @@ UNHOOKED: Any = [(MISSING, lambda x: x)]
 A_CLASS: Any = int
 A_NAME: Any = "gpt2"
 VALUES: Any = al.weights.value_norm
-HUGE = 10**18
+HUGE, LONG = 10**18, "Why? " * 999
 BEYOND = al.prompts.Verbalizer([[1, 10**6], [2]])  # no model has this token
 ISOLATION: dict[str, Any] = {"edges": edges.wp, "control": edge_sweep.random_words}
 OUTPUTS = torch.zeros(3, 2, 12)
@@ -89,7 +89,10 @@ STARTS: list[Any] = [
 ]
 NOT_ALLOWED = torch.zeros(3000, dtype=torch.bool)
 NO_LABEL = lambda batch: replace(batch, gold=None)  # noqa: E731
+TWO = lambda logits, b: logits.sum(1) if len(logits) == 4 else logits.sum()  # noqa: E731
+FLIPPED = lambda batch: replace(batch, label_classes=batch.label_classes.flip(1))  # noqa: E731
 TWO_CLASSES = [al.Example(demo.text, (demo.label or 0) % 2) for demo in DEMOS]
+GOLD_ALONE = {"a": al.relabeling.gold}
 KEEPS = "must keep the number of classes, and the demonstrations in their order"
 IN_TURN = lambda batch: batch.attention_mask & (batch.index > 0)[:, None]  # noqa: E731
 EQUAL = dict.fromkeys(("all", "answer"), lambda batch: batch.attention_mask)
@@ -142,6 +145,10 @@ class Scene:
         return self.built(LONG_LABELS, [BAD, GOOD], [GOOD])
 
     @cached_property
+    def renamed(self) -> al.PromptBatch:
+        return self.changed(segment_names=tuple("abcdef"))
+
+    @cached_property
     def beyond(self) -> list[al.PromptBatch]:
         return [replace(self.long_words[0], verbalizer=BEYOND)]
 
@@ -190,13 +197,11 @@ def flows(s: Scene, given: tuple[al.Question, str]) -> Any:
 
 
 def weighted(s: Scene, weights: Any) -> Any:
-    loss = al.losses.next_token_cross_entropy(weights)
-    return run(s, [al.SegmentFlows()], [s.own], loss=loss)
+    return al.saliency(s.model, s.own, loss=al.losses.next_token_cross_entropy(weights))
 
 
 def words(s: Scene, words: Any) -> Any:
-    loss = al.losses.word_cross_entropy(words)
-    return al.saliency(s.model, s.long_words[0], loss=loss)
+    return al.saliency(s.model, s.long_words[0], loss=al.losses.word_cross_entropy(words))
 
 
 def train(kind: str, s: Scene, change: dict[str, Any]) -> Any:
@@ -206,10 +211,6 @@ def train(kind: str, s: Scene, change: dict[str, Any]) -> Any:
         of_last = name in call and callable(value)
         call[name] = [*call[name][:-1], value(call[name][-1])] if of_last else value
     return TRAINERS[kind](s.model, **call)
-
-
-def two_numbers(logits: torch.Tensor, batch: al.PromptBatch) -> torch.Tensor:
-    return logits.sum(1) if len(logits) == 4 else logits.sum()
 
 
 def faithful(s: Scene, given: tuple[Any, dict[str, Any]]) -> Any:
@@ -244,6 +245,10 @@ def distances(s: Scene, count: int, change: dict[str, Any], **options: Any) -> A
     return run(s, [al.AnchorDistances(**options)], batches)
 
 
+def names(s: Scene, **changes: Any) -> Any:
+    return al.caches.names_filter(METRICS, s.model, s.changed(**changes))
+
+
 def one_accuracy() -> al.Record:
     return al.metrics.compare_accuracies({"one": torch.ones(2)}, resamples=0)
 
@@ -259,143 +264,112 @@ def dependence(s: Scene, queries: Any, how: Any, **options: Any) -> Any:
 
 Call = Callable[[Scene, Any], Any]
 ERRORS = [each for each in vars(errors).values() if isinstance(each, type)]
-# The call of each name, and the error that it raises. In a row of an error alone, the call is what
-# is wrong.
-CALLS: dict[str, tuple[type[Exception], Call]] = {
-    **{error.__name__: (error, lambda s, call: call(s)) for error in ERRORS},
-    "Task": (PromptError, lambda s, given: al.Task(*given)),
-    "ChatTask": (PromptError, lambda s, fields: CHAT(**fields)),
-    "Verbalizer": (PromptError, lambda s, ids: al.prompts.Verbalizer(ids)),
-    "Task by": (PromptError, lambda s, score: al.Task(SST2.template, SEVERAL, score=score)),
-    "Verbalizer by": (PromptError, lambda s, score: al.prompts.Verbalizer([[4, 1], [2]], score)),
-    "relabel": (PromptError, lambda s, given: al.relabeling.relabel(given[0], SST2, given[1])),
-    "sample_prompts": (
-        DataError,
-        lambda s, change: al.sample_prompts(**{"model": s.model, "task": "questions"} | change),
+# The call of each name; in a row of an error alone the call is what is wrong.
+CALLS: dict[str, Call] = {
+    **{error.__name__: lambda s, call: call(s) for error in ERRORS},
+    "Task": lambda s, given: al.Task(*given),
+    "ChatTask": lambda s, fields: CHAT(**fields),
+    "Verbalizer": lambda s, ids: al.prompts.Verbalizer(ids),
+    "Task by": lambda s, score: al.Task(SST2.template, SEVERAL, score=score),
+    "Verbalizer by": lambda s, score: al.prompts.Verbalizer([[4, 1], [2]], score),
+    "relabel": lambda s, given: al.relabeling.relabel(given[0], SST2, given[1]),
+    "sample_prompts": lambda s, change: al.sample_prompts(
+        **{"model": s.model, "task": "questions"} | change
     ),
-    "sample_demonstrations": (DataError, lambda s, given: al.sample_demonstrations(*given)),
-    "build_segments": (PromptError, lambda s, given: al.build_segments(s.tokenizer, given)),
-    "from_segments": (PromptError, lambda s, change: al.PromptBatch.from_segments(**OWN | change)),
-    "from_positions": (
-        PromptError,
-        lambda s, part: al.PromptBatch.from_positions(**POSITIONS | part),
+    "sample_demonstrations": lambda s, given: al.sample_demonstrations(*given),
+    "build_segments": lambda s, given: al.build_segments(s.tokenizer, given),
+    "from_segments": lambda s, change: al.PromptBatch.from_segments(**OWN | change),
+    "from_positions": lambda s, part: al.PromptBatch.from_positions(**POSITIONS | part),
+    "accuracies": lambda s, given: al.metrics.compare_accuracies(
+        {"first": torch.ones(2), "odd": torch.ones(2)} | given[0], **{"resamples": 0} | given[1]
     ),
-    "accuracies": (
-        MetricError,
-        lambda s, given: al.metrics.compare_accuracies(
-            {"first": torch.ones(2), "odd": torch.ones(2)} | given[0], **{"resamples": 0} | given[1]
-        ),
+    "show": lambda s, given: s.batch.show(*given),
+    "compress": lambda s, change: al.compress(s.model, s.batch, **change),
+    "compress of": lambda s, change: al.compress(s.model, s.changed(**change)),
+    "keep": lambda s, make: al.compress(s.model, s.batch, make()),
+    "hooks of a run": lambda s, hooks: run(s, METRICS[:1], hooks=hooks),
+    "nothing cut": lambda s, change: run(s, [al.Accuracy()], hooks=partial(change, s.model)),
+    "plot_pattern": lambda s, given: al.PrefixEffect().plot_pattern(s.model, s.batch, 0, **given),
+    "ContextComparison": lambda s, change: compared(s, s.two, **change),
+    "LabelHeads": lambda s, options: al.LabelHeads(**options),
+    "loyalty": lambda s, given: al.metrics.loyalty(
+        torch.zeros(given[0]), torch.zeros(given[1]), PAIR, top=given[2]
     ),
-    "show": (PromptError, lambda s, given: s.batch.show(*given)),
-    "compress": (PromptError, lambda s, change: al.compress(s.model, s.batch, **change)),
-    "compress of": (PromptError, lambda s, change: al.compress(s.model, s.changed(**change))),
-    "keep": (PromptError, lambda s, make: al.compress(s.model, s.batch, make())),
-    "hooks of a run": (AnchorlensError, lambda s, hooks: run(s, METRICS[:1], hooks=hooks)),
-    "nothing cut": (
-        HookError,
-        lambda s, change: run(s, [al.Accuracy()], hooks=partial(change, s.model)),
+    "rollout": lambda s, shape: al.metrics.rollout(torch.zeros(shape)),
+    "SegmentRollout": lambda s, change: run(s, [al.SegmentRollout(**change)]),
+    "flows": flows,
+    "weights of a loss": weighted,
+    "words of a loss": words,
+    **{kind: partial(train, kind) for kind in TRAINERS},
+    "start": lambda s, make: trained(s.llama, start=make(s)),
+    "SaliencyFlows": lambda s, mine: run(s, [al.SaliencyFlows({"mine": mine})], [s.batch]),
+    "EdgeSweep": sweep,
+    "Faithfulness": faithful,
+    "trace_generation": lambda s, change: al.trace_generation(
+        s.model, **{"prompt": PIECES} | change
     ),
-    "plot_pattern": (
-        AnchorlensError,
-        lambda s, given: al.PrefixEffect().plot_pattern(s.model, s.batch, 0, **given),
+    "step_flows": lambda s, change: al.step_flows(
+        s.model, s.own.prompt(0), **{"segment": "answer"} | change
     ),
-    "ContextComparison": (AnchorlensError, lambda s, change: compared(s, s.two, **change)),
-    "LabelHeads": (MetricError, lambda s, options: al.LabelHeads(**options)),
-    "loyalty": (
-        MetricError,
-        lambda s, given: al.metrics.loyalty(
-            torch.zeros(given[0]), torch.zeros(given[1]), PAIR, top=given[2]
-        ),
+    "IntegratedFlows": lambda s, change: run(s, [al.IntegratedFlows(**change)], [s.own]),
+    "ScoreParts": lambda s, change: run(s, [al.ScoreParts(**{"layer": 1} | change)], [s.batch]),
+    "PrefixEffect": lambda s, change: run(s, [al.PrefixEffect(**change)], [s.batch]),
+    "head_effects": lambda s, of: al.head_effects(s.model, of(s), s.two, **QUIET),
+    "shuffled": lambda s, of: al.head_effects(s.model, s.two, of(s), **QUIET),
+    "label_dependence": lambda s, how: dependence(s, [al.Example("W", 1)], how),
+    "task_vectors": lambda s, change: al.task_vectors(
+        s.model, s.two, **{"tested": s.two} | change, **QUIET
     ),
-    "rollout": (MetricError, lambda s, shape: al.metrics.rollout(torch.zeros(shape))),
-    "SegmentRollout": (AnchorlensError, lambda s, change: run(s, [al.SegmentRollout(**change)])),
-    "flows": (AnchorlensError, flows),
-    "weights of a loss": (MetricError, weighted),
-    "words of a loss": (MetricError, words),
-    **{kind: (AnchorlensError, partial(train, kind)) for kind in TRAINERS},
-    "start": (AnchorlensError, lambda s, make: trained(s.llama, start=make(s))),
-    "SaliencyFlows": (
-        MetricError,
-        lambda s, mine: run(s, [al.SaliencyFlows({"mine": mine})], [s.batch]),
+    "attribution": lambda s, options: run(s, [scored(**options)], [s.batch]),
+    "site": lambda s, site: al.block_edges(s.model, s.batch, edges.wp, site),
+    "detach_heads": lambda s, site: al.detach_heads(s.model, site),
+    "scale_edges": lambda s, given: al.scale_edges(s.model, s.batch, edges.wp, *given),
+    "replace_heads": lambda s, given: al.replace_heads(s.model, s.batch, *given),
+    "a method of subsets": lambda s, make: make(),
+    "without label words": lambda s, call: call(s, s.without_label_words()),
+    "words beyond": lambda s, call: call(s, s.changed(label_positions=lambda old: old + 10_000)),
+    "words before": lambda s, call: call(s, s.changed(label_positions=lambda old: old - 10_000)),
+    "token beyond": lambda s, call: call(
+        s.model, s.changed(tokens=lambda old: old.clamp(min=3000))
     ),
-    "EdgeSweep": (AnchorlensError, sweep),
-    "Faithfulness": (AnchorlensError, faithful),
-    "trace_generation": (
-        AnchorlensError,
-        lambda s, change: al.trace_generation(s.model, **{"prompt": PIECES} | change),
-    ),
-    "step_flows": (
-        AnchorlensError,
-        lambda s, change: al.step_flows(s.model, s.own.prompt(0), **{"segment": "answer"} | change),
-    ),
-    "IntegratedFlows": (
-        AnchorlensError,
-        lambda s, change: run(s, [al.IntegratedFlows(**change)], [s.own]),
-    ),
-    "ScoreParts": (
-        AnchorlensError,
-        lambda s, change: run(s, [al.ScoreParts(**{"layer": 1} | change)], [s.batch]),
-    ),
-    "PrefixEffect": (MetricError, lambda s, change: run(s, [al.PrefixEffect(**change)], [s.batch])),
-    "head_effects": (
-        AnchorlensError,
-        lambda s, of: al.head_effects(s.model, of(s), s.two, **QUIET),
-    ),
-    "shuffled": (
-        AnchorlensError,
-        lambda s, of: al.head_effects(s.model, s.two, of(s), **QUIET),
-    ),
-    "label_dependence": (AnchorlensError, lambda s, how: dependence(s, [al.Example("W", 1)], how)),
-    "task_vectors": (
-        AnchorlensError,
-        lambda s, change: al.task_vectors(s.model, s.two, **{"tested": s.two} | change, **QUIET),
-    ),
-    "attribution": (
-        AnchorlensError,
-        lambda s, options: run(s, [scored(**options)], [s.batch]),
-    ),
-    "site": (HookError, lambda s, site: al.block_edges(s.model, s.batch, edges.wp, site)),
-    "detach_heads": (HookError, lambda s, site: al.detach_heads(s.model, site)),
-    "scale_edges": (
-        HookError,
-        lambda s, given: al.scale_edges(s.model, s.batch, edges.wp, *given),
-    ),
-    "replace_heads": (
-        AnchorlensError,
-        lambda s, given: al.replace_heads(s.model, s.batch, *given),
-    ),
-    "a method of subsets": (MetricError, lambda s, make: make()),
-    "without label words": (PromptError, lambda s, call: call(s, s.without_label_words())),
-    "words beyond": (
-        PromptError,
-        lambda s, call: call(s, s.changed(label_positions=lambda old: old + 10_000)),
-    ),
-    "words before": (
-        PromptError,
-        lambda s, call: call(s, s.changed(label_positions=lambda old: old - 10_000)),
-    ),
-    "token beyond": (
-        PromptError,
-        lambda s, call: call(s.model, s.changed(tokens=lambda old: old.clamp(min=3000))),
-    ),
-    "block edges": (PromptError, lambda s, given: al.block_edges(s.model, s.batch, given, 0)),
-    "scale edges": (PromptError, lambda s, given: al.scale_edges(s.model, s.batch, given, 0.5, 0)),
-    "folded values": (errors.ModelError, lambda s, call: call(s.folded, questions(s.folded, 3))),
+    "after a context": lambda s, change: s.context.logits(s.model, s.changed(**change)),
+    "block edges": lambda s, given: al.block_edges(s.model, s.batch, given, 0),
+    "scale edges": lambda s, given: al.scale_edges(s.model, s.batch, given, 0.5, 0),
+    "folded values": lambda s, call: call(s.folded, questions(s.folded, 3)),
 }
+RAISES: dict[str, type[Exception]] = {
+    **{error.__name__: error for error in ERRORS},
+    **dict.fromkeys(
+        (
+            *("Task", "ChatTask", "Verbalizer", "Task by", "Verbalizer by", "relabel"),
+            *("build_segments", "from_segments", "from_positions", "show", "compress"),
+            *("compress of", "keep", "without label words", "words beyond", "words before"),
+            *("token beyond", "block edges", "scale edges", "after a context"),
+        ),
+        PromptError,
+    ),
+    **dict.fromkeys(("sample_prompts", "sample_demonstrations"), DataError),
+    **dict.fromkeys(
+        (
+            *("accuracies", "LabelHeads", "loyalty", "rollout", "weights of a loss"),
+            *("words of a loss", "SaliencyFlows", "PrefixEffect", "a method of subsets"),
+        ),
+        MetricError,
+    ),
+    **dict.fromkeys(("nothing cut", "site", "detach_heads", "scale_edges"), HookError),
+    "folded values": errors.ModelError,
+}
+NEEDS = "needs the true label"
 OUTSIDE = "label_positions of prompt 0 has a position outside"
 FOLDED = "biases of this model are folded"
-UNREWEIGHTED = torch.zeros(3, 2, 6)
+BETA = torch.zeros(3, 2, 6)
 AFTER = al.Site(0, renormalize=False)
 WITH_ZERO = torch.tensor([[1.0, 1.0], [0.0, 1.0], [1.0, 1.0]], requires_grad=True)
 
 ROWS: list[tuple[str, Any, str]] = [
     # Tasks, texts and tokens.
     *(
-        (
-            "token beyond",
-            call,
-            "token 3000 is outside the model's vocabulary of 3000; .* of another",
-        )
+        ("token beyond", call, "token 3000 is outside the model's vocabulary of 3000; .* another")
         for call in (
             al.saliency,
             run_pass,
@@ -445,11 +419,7 @@ ROWS: list[tuple[str, Any, str]] = [
         lambda s: run(s, METRICS[:1], loss=lambda logits, batch: logits),
         r"one number a prompt, shape \(2,\); got .*\(2, 3000\)",
     ),
-    (
-        "PromptError",
-        lambda s: LOGARITHM.scores(torch.zeros(1, 9)),
-        r"score not_a_number gives NaN for the words .*\(4, 1\)",
-    ),
+    ("PromptError", lambda s: LOGARITHM.scores(torch.zeros(1, 9)), r"number gives NaN .*\(4, 1\)"),
     ("relabel", ([], al.relabeling.gold), "there are no demonstrations to relabel"),
     ("relabel", ([BAD, GOOD], lambda _, demos: demos), r"as many demonstrations as.*got \[Exa"),
     ("relabel", ([BAD, GOOD], lambda t, d: (t, d[:1])), "as many demonstrations as it got"),
@@ -476,7 +446,7 @@ ROWS: list[tuple[str, Any, str]] = [
         (
             "ArgumentError",
             lambda s, of=of: s.built(TREC, DEMOS, of),
-            "^queries of build_prompts must be a list of Examples or texts",
+            "^queries .* Examples or texts",
         )
         for of in ({"a": GOOD}, {"x"}, "x", GOOD, [GOOD, 3])
     ),
@@ -498,29 +468,18 @@ ROWS: list[tuple[str, Any, str]] = [
     ("from_segments", {"target_positions": [8, 9]}, "has a position outside the prompt"),
     ("from_segments", {"target_positions": [8, 0]}, "has a position under padding"),
     ("from_segments", {"tokens": OWN["tokens"][0]}, "tokens must have the shape"),
-    (
-        "from_positions",
-        {"tokens": LOGITS},
-        "tokens must be whole numbers from 0, .*got torch.float",
-    ),
+    ("from_positions", {"tokens": LOGITS}, "tokens must be whole numbers .*got torch.float"),
     ("from_positions", {"tokens": torch.full((1, 6), -3)}, "whole numbers from 0, .*; got -3"),
     *(
-        (
-            "from_positions",
-            {"attention_mask": torch.full((1, 6), value)},
-            "attention_mask must hold 1 for tokens",
-        )
+        ("from_positions", {"attention_mask": torch.full((1, 6), value)}, "must hold 1 for tokens")
         for value in (NAN, 2)
     ),
-    (
-        "from_positions",
-        {"label_positions": torch.tensor([[1j, 3]])},
-        "label_positions must be whole .*complex",
-    ),
+    ("from_positions", {"label_positions": torch.tensor([[1j, 3]])}, "must be whole .*complex"),
     ("DataError", lambda s: al.sample_queries([BAD, GOOD], -1), "from 1 to 1,000,000; got -1"),
-    ("DataError", lambda s: al.sample_demonstrations([BAD, GOOD], 0), "shots must be .*; got 0"),
+    ("DataError", lambda s: al.sample_queries([BAD, GOOD], 2, exclude=[BAD]), "only 1 examples"),
     ("show", (None, -1), "the prompts 0 to 2; got -1"),
     ("show", (None, 3), "the prompts 0 to 2; got 3"),
+    ("PromptError", lambda s: s.batch.prompt(-1), "the prompts 0 to 2; got -1"),
     ("show", ("gpt2",), r"expected the tokenizer .*; got a str"),
     (
         "PromptError",
@@ -528,28 +487,10 @@ ROWS: list[tuple[str, Any, str]] = [
         r"tokenizer has 3000 tokens, but .* token \d+; pass",
     ),
     # Fields, or arguments, that do not fit one another.
-    (
-        "PromptError",
-        lambda s: s.batch.prompts(HUGE, 2),
-        f"no prompt is in {HUGE}:2:1 of a batch of 3",
-    ),
-    (
-        "PromptError",
-        lambda s: s.changed(tokens=lambda old: old[0]).prompt(0),
-        "must have the shape",
-    ),
-    (
-        "PromptError",
-        lambda s: al.caches.names_filter(
-            METRICS, s.model, s.changed(tokens=lambda old: old[:, 1:])
-        ),
-        r"attention_mask must have the shape \(batch, position\) = ",
-    ),
-    (
-        "ArgumentError",
-        lambda s: al.caches.names_filter(METRICS, s.model, s.changed(verbalizer=PAIR)),
-        "verbalizer of a batch must be a Verbalizer or None; got tensor",
-    ),
+    ("PromptError", lambda s: s.batch.prompts(HUGE, 2), f"no prompt is in {HUGE}:2:1 of a b.* 3"),
+    ("PromptError", lambda s: s.changed(tokens=lambda old: old[0]).prompt(0), "have the shape"),
+    ("PromptError", lambda s: names(s, tokens=lambda old: old[:, 1:]), "mask must have the shape"),
+    ("ArgumentError", lambda s: names(s, verbalizer=PAIR), "a Verbalizer or None; got tensor"),
     (
         "ArgumentError",
         lambda s: edges.between(s.batch.attention_mask[:2], s.batch.attention_mask),
@@ -569,19 +510,9 @@ ROWS: list[tuple[str, Any, str]] = [
     ("PromptError", lambda s: token_spans(["a", "b"], [OTHER]), "a segment; got 2 and 1 segments"),
     ("PromptError", lambda s: token_spans(["a"], [6]), r"segments are numbers from 0 to 5.*got 6"),
     ("PromptError", lambda s: edges.segment(s.batch, "labels"), "'labels'; the segments are other"),
-    (
-        "PromptError",
-        lambda s: edges.segment(
-            s.changed(segment_names=tuple(f"own{k}" for k in range(6))), "label"
-        ),
-        r"no segment 'label'; .* as al.SegmentFlows\(",
-    ),
+    ("PromptError", lambda s: edges.segment(s.renamed, "label"), r"'label'; .* as al.SegmentFlows"),
     ("PromptError", lambda s: run(s, [al.Accuracy()], s.beyond), "token 1000000 is outside"),
-    (
-        "MetricError",
-        lambda s: al.metrics.loyalty(torch.zeros(2, 9), torch.zeros(2, 9), BEYOND),
-        r"from 0 to 8, .*; got \[1, 1000000, 2\]",
-    ),
+    ("MetricError", lambda s: al.metrics.loyalty(LOGITS, LOGITS, BEYOND), r"got \[1, 1000000, 2\]"),
     # A run of any questions.
     ("MetricError", lambda s: run(s, []), "nothing to compute: give at least one"),
     ("MetricError", lambda s: run(s, [al.Accuracy()] * 2), r"got \['accuracy', 'accuracy'\]"),
@@ -593,11 +524,6 @@ ROWS: list[tuple[str, Any, str]] = [
             "same label words; run each task by itself",
         )
         for other in (lambda words: OTHER_WORDS, lambda words: replace(words, score=torch.amax))
-    ),
-    (
-        "AnchorlensError",
-        lambda s: run(s, METRICS[:1], hooks=lambda batch: al.isolate_labels(s.model, batch, 99)),
-        r"layers .* from 0 to 2, or -3 to -1 .*got \[99\]",
     ),
     ("hooks of a run", lambda batch: None, "what hooks returns must be a list .*; got None"),
     ("hooks of a run", lambda batch: [(MISSING, lambda x, hook: x)], f"no hook point '{MISSING}'"),
@@ -614,51 +540,35 @@ ROWS: list[tuple[str, Any, str]] = [
     ("ArgumentError", lambda s: run(s, [al.AttentionAUCROC]), "an instance is needed, Atten"),
     ("ArgumentError", lambda s: run(s, [object()]), "questions of run must be .* Questions"),
     ("ArgumentError", lambda s: al.run(A_NAME, [], METRICS), "A TransformerBridge or .* as ``al.l"),
-    (
-        "ArgumentError",
-        lambda s: al.isolate_labels(s.model, s.two, 0),
-        "must be a PromptBatch; got .*; give one element of the list",
-    ),
+    ("ArgumentError", lambda s: al.isolate_labels(s.model, s.two, 0), "one element of the list"),
     (
         "MetricError",
         lambda s: run(s, METRICS[1:2], gradient_checkpointing=True),
-        r"True saves memory of the gradient, but none of \['attention_aucroc'\]",
+        "attention_aucroc",
     ),
     ("MetricError", lambda s: run_pass(s.model, s.batch, gradient_checkpointing=True), "no loss"),
     ("HookError", lambda s: al.analyse(s.model, s.two, depth=4), "are from 1 to 3 layers; got 4"),
-    (
-        "StoreError",
-        lambda s: run(s, [al.Accuracy()], folder="\0"),
-        "cannot be a folder of contributions: .*embedded null",
-    ),
+    ("StoreError", lambda s: run(s, [al.Accuracy()], folder="\0"), "a folder of .*embedded null"),
     ("StoreError", lambda s: one_accuracy().save("\0"), "cannot be written: .*embedded null"),
-    (
-        "StoreError",
-        lambda s: al.write_report({"one": one_accuracy()}, "\0"),
-        "cannot be written: .*embedded null",
-    ),
+    ("StoreError", lambda s: al.write_report({"one": one_accuracy()}, "\0"), "written: .*null"),
     ("StoreError", lambda s: type(one_accuracy()).load("\0"), "cannot be read: .*embedded null"),
     (
         "PromptError",
-        lambda s: s.batch.label_scores(torch.zeros(len(s.batch), 3)),
-        "has the token .*, but there are logits of 3 tokens; give all logits",
+        lambda s: s.batch.label_scores(torch.zeros(3, 3)),
+        "logits of 3 tokens; give all",
     ),
-    (
-        "ArgumentError",
-        lambda s: s.changed(verbalizer=s.batch.label_token_ids).prompt(0),
-        "verbalizer of a batch must be a Verbalizer or None; got",
-    ),
+    ("ArgumentError", lambda s: s.changed(verbalizer=PAIR).prompt(0), "a Verbalizer or None; got"),
     ("without label words", lambda s, b: al.isolate_labels(s.model, b, 0), "nothing to isolate"),
     ("without label words", lambda s, b: run(s, METRICS[:1], [b]), "at least one label word in ea"),
     ("words beyond", lambda s, b: al.isolate_labels(s.model, b, 0), OUTSIDE),
     ("words beyond", lambda s, b: al.hooks.isolate_random(s.model, b, 0, seed=1), OUTSIDE),
-    ("words beyond", lambda s, b: al.reweight_anchors(s.model, b, UNREWEIGHTED), OUTSIDE),
+    ("words beyond", lambda s, b: al.reweight_anchors(s.model, b, BETA), OUTSIDE),
     ("words beyond", lambda s, b: edges.pq(b), OUTSIDE),
     ("words before", lambda s, b: al.isolate_labels(s.model, b, 0), OUTSIDE),
     ("words before", lambda s, b: edges.pq(b), OUTSIDE),
     ("folded values", lambda m, b: al.saliency(m, b[0]), rf"{FOLDED} .*_biases=False"),
     ("folded values", lambda m, b: al.run(m, b, METRICS[:1], progress=False), FOLDED),
-    ("folded values", lambda m, b: al.reweight_anchors(m, b[0], UNREWEIGHTED), FOLDED),
+    ("folded values", lambda m, b: al.reweight_anchors(m, b[0], BETA), FOLDED),
     ("folded values", lambda m, b: al.isolate_labels(m, b[0], AFTER), FOLDED),
     ("folded values", lambda m, b: al.block_edges(m, b[0], edges.wp, AFTER), FOLDED),
     ("folded values", lambda m, b: ask(m, b, al.IntegratedFlows(), **QUIET), FOLDED),
@@ -670,13 +580,9 @@ ROWS: list[tuple[str, Any, str]] = [
     ("loyalty", ((0, 9), (0, 9), 5), r"one row a prompt; got .*0, 9"),
     ("loyalty", ((2, 9), (2, 9), 0), r"`top` is from 1 to the 9 tokens.*got 0"),
     *(
-        (
-            "MetricError",
-            lambda s, pair=pair: al.metrics.loyalty(pair[0], pair[1], PAIR),
-            "logits must be finite numbers, but some are NaN or inf",
-        )
+        ("MetricError", lambda s, a=a, b=b: al.metrics.loyalty(a, b, PAIR), "some are NaN or inf")
         for wrong in (torch.full((3, 8), value) for value in (NAN, INF, -INF))
-        for pair in ((wrong, LOGITS), (LOGITS, wrong))
+        for a, b in ((wrong, LOGITS), (LOGITS, wrong))
     ),
     *(
         (
@@ -687,6 +593,7 @@ ROWS: list[tuple[str, Any, str]] = [
         for ids in ([0, 8], [-1, 1], [], [0.0, 1.0], [[0, 1]], [True, False], [1, 1])
     ),
     ("accuracies", ({"b": torch.ones(1)}, {}), r"got prompts: \{'first': 2, 'odd': 2, 'b': 1\}"),
+    ("MetricError", lambda s: al.metrics.compare_accuracies({}), r"one; got prompts: \{\}"),
     ("accuracies", ({}, {"resamples": -1}), "resamples must be .* from 0 to 1,000,000; got -1"),
     ("accuracies", ({}, {"sets": torch.arange(3)}), r"of the 2 prompts; got the shape \(3,\)"),
     *(
@@ -701,11 +608,7 @@ ROWS: list[tuple[str, Any, str]] = [
     ("SegmentRollout", {"queries": edges.pq}, "'queries' of segment_rollout must give a tensor of"),
     ("SegmentRollout", {"segments": ["reply"]}, "there is no segment 'reply'"),
     ("SegmentRollout", {"segments": ["text", "text"]}, "segments are different names"),
-    (
-        "MetricError",
-        lambda s: run(s, [al.SegmentAttention(["text", "label"])]),
-        "more than apart=4 .* 2",
-    ),
+    ("MetricError", lambda s: run(s, [al.SegmentAttention(["text", "label"])]), "apart=4 .* 2"),
     ("MetricError", lambda s: al.SegmentAttention(apart=0), "whole number from 1 to .*; got 0"),
     *(
         ("MetricError", lambda s, of=of, names=names: of(names), "segments are different names")
@@ -726,13 +629,6 @@ ROWS: list[tuple[str, Any, str]] = [
     ("weights of a loss", lambda b: torch.eye(9)[[8, 8]] > 0, "at position 8 of prompt 0, which"),
     ("weights of a loss", lambda b: torch.arange(9).expand(2, -1) % 6 == 2, "8 of prompt 0, which"),
     ("weights of a loss", lambda b: 3, "got a int"),
-    (
-        "MetricError",
-        lambda s: al.saliency(
-            s.model, s.own, loss=al.losses.next_token_cross_entropy(lambda b: torch.ones(2, 8))
-        ),
-        r"position\) = \(2, 9\); got .*\(2, 8\)",
-    ),
     ("words of a loss", [], "words are the token ids"),
     ("words of a loss", [[]], "words are the token ids"),
     ("words of a loss", [[1], [1]], "words are the token ids"),
@@ -742,19 +638,10 @@ ROWS: list[tuple[str, Any, str]] = [
     ("PromptError", lambda s: words(s, [[1], [2] * s.model.cfg.n_ctx]), "the model's context is"),
     (
         "MetricError",
-        lambda s: al.saliency(
-            s.model,
-            s.long_words[0],
-            loss=GOLD,
-            gradient_checkpointing=True,
-        ),
+        lambda s: al.saliency(s.model, s.long_words[0], loss=GOLD, gradient_checkpointing=True),
         "which gradient_checkpointing=True does not store",
     ),
-    (
-        "MetricError",
-        lambda s: al.saliency(s.model, replace(s.long_words[0], gold=None), loss=GOLD),
-        "needs the true label",
-    ),
+    ("MetricError", lambda s: al.saliency(s.model, NO_LABEL(s.long_words[0]), loss=GOLD), NEEDS),
     (
         "MetricError",
         lambda s: GOLD.continuations(replace(s.long_words[0], label_classes=torch.zeros(1, 2))),
@@ -791,11 +678,7 @@ ROWS: list[tuple[str, Any, str]] = [
         lambda b: edges.wp(b) | torch.eye(b.tokens.shape[1], dtype=torch.bool),
         r"the edges \['mine'\] of saliency_flows: edges must go from a token to an earlier",
     ),
-    (
-        "SaliencyFlows",
-        lambda b: edges.between(torch.ones_like(b.attention_mask), edges.anchors(b)),
-        "edges must go from a token to an earlier",
-    ),
+    ("SaliencyFlows", lambda b: edges.between(b.tokens > -1, edges.anchors(b)), "to an earlier"),
     ("MetricError", lambda s: al.SaliencyFlows({}), "edges are functions of the batch by name"),
     # A mean key of several small sets would describe none of them.
     (
@@ -804,7 +687,8 @@ ROWS: list[tuple[str, Any, str]] = [
         "at least 10 as there are several sets, but one has 3",
     ),
     ("MetricError", lambda s: distances(s, 10, {}), r"\(10\).* has 10; .*ces\(directions=9\)"),
-    ("MetricError", lambda s: distances(s, 12, {"gold": None}), "needs the true label"),
+    ("MetricError", lambda s: distances(s, 12, {"gold": None}), NEEDS),
+    ("MetricError", lambda s: distances(s, 3, {}, directions=0), "number from 1 to .*; got 0"),
     (
         "MetricError",
         lambda s: distances(s, 12, {"label_classes": torch.arange(6).clamp(max=4).expand(12, -1)}),
@@ -824,21 +708,13 @@ ROWS: list[tuple[str, Any, str]] = [
         }.items()
     ),
     # Hooks.
+    ("HookError", lambda s: al.reweight_anchors(s.model, s.batch, BETA.mT), r"got \(3, 6, 2\)"),
     (
         "HookError",
-        lambda s: al.reweight_anchors(s.model, s.batch, torch.zeros(3, 6, 2)),
-        r"\(layer, head, anchor\) = \(3, 2, 6\); got \(3, 6, 2\)",
-    ),
-    (
-        "HookError",
-        lambda s: al.contexts.reweight_demonstrations(s.model, s.batch, UNREWEIGHTED[..., :5]),
+        lambda s: al.contexts.reweight_demonstrations(s.model, s.batch, BETA[..., :5]),
         r"\(layer, head, anchor\) = \(3, 2, 6\)",
     ),
-    (
-        "HookError",
-        lambda s: al.hooks.isolate_random(s.model, TIGHT, 0, seed=0),
-        r"have 0 tokens other than the 2 of .*longer demonstrations",
-    ),
+    ("HookError", lambda s: al.hooks.isolate_random(s.model, TIGHT, 0, seed=0), "have 0 tokens"),
     ("site", [], "got none"),
     ("site", [0, -4], r"got \[-4\]"),
     ("site", al.Site(0, heads=99), r"heads must be numbers from 0 to 1.*got \[99\]"),
@@ -848,7 +724,6 @@ ROWS: list[tuple[str, Any, str]] = [
     ("HookError", lambda s: al.Site(0, heads={0: 1}), "leave layers out, or give heads for all"),
     ("site", (1, 0), r"may mean a head; write \[1, 0\] for these layers, al\.Site\(layer, he"),
     ("HookError", lambda s: al.hooks.isolate_random(s.model, s.batch, 99, seed=0), r"got \[99\]"),
-    ("HookError", lambda s: al.isolate_labels(s.model, s.batch, al.Site(0, heads=[])), "got none"),
     ("detach_heads", al.Site(9, heads=0), r"layers .*got \[9\]"),
     ("detach_heads", al.Site(0, heads=9), r"heads .*got \[9\]"),
     ("detach_heads", al.Site(heads={3: 0}), r"layers .*got \[3\]"),
@@ -899,22 +774,15 @@ ROWS: list[tuple[str, Any, str]] = [
     ("HookError", lambda s: al.Site.of_heads([]), "there is no head"),
     ("HookError", lambda s: al.sites.first_and_last(s.model, [4]), "from 1 to 3 layers; got 4"),
     ("HookError", lambda s: al.sites.windows(s.model, 0), "from 1 to 3 layers; got 0"),
+    ("HookError", lambda s: al.sites.single_heads(s.model, 99), r"from 0 to 2, .* got \[99\]"),
     ("replace_heads", (OUTPUTS, []), "layers must be .*got none"),
-    (
-        "replace_heads",
-        (OUTPUTS, [(0, 1)]),
-        r"got \[\(0, 1\)\] \(a list\); write al.Site.of_heads\(\[\(0, 1\)\]\)",
-    ),
+    ("replace_heads", (OUTPUTS, [(0, 1)]), r"a list.; write al.Site.of_heads\(\[\(0, 1\)\]\)"),
     ("replace_heads", (OUTPUTS, al.Site(3, 0)), r"layers must be numbers from 0 to 2.*got \[3\]"),
     ("replace_heads", (OUTPUTS, al.Site(0, 2)), r"heads must be numbers from 0 to 1.*got \[2\]"),
     ("replace_heads", (OUTPUTS, al.Site(0, 0, keep_bos=True)), "replace_heads cuts no edges"),
     ("replace_heads", (OUTPUTS[1:], al.Site(0, 0)), r"beginning with \(3, 2\); got torch.fl"),
     *(
-        (
-            "ArgumentError",
-            call,
-            rf"{name}.* must be a function of .*; got \w+, which cannot be c",
-        )
+        ("ArgumentError", call, rf"{name}.* must be a function of .*; got \w+, which cannot be c")
         for name, call in (
             ("how", lambda s: al.relabeling.relabel([BAD, GOOD], SST2, A_CLASS)),
             ("weight", lambda s: run(s, [al.SegmentFlows(weight=A_CLASS)])),
@@ -953,13 +821,8 @@ ROWS: list[tuple[str, Any, str]] = [
         for hooks in ("block", "scale")
         for wrong in (torch.zeros(1, 4, 4), torch.zeros(1, 4, 4).long(), torch.ones(4, 4) > 2)
     ),
-    *(
-        ("HookError", call, "beta must be numbers below infinity")
-        for call in (
-            lambda s: al.reweight_anchors(s.model, s.batch, UNREWEIGHTED * NAN),
-            lambda s: al.reweight_anchors(s.model, s.batch, UNREWEIGHTED + INF),
-        )
-    ),
+    ("HookError", lambda s: al.reweight_anchors(s.model, s.batch, BETA * NAN), "below infinity"),
+    ("HookError", lambda s: al.reweight_anchors(s.model, s.batch, BETA + INF), "below infinity"),
     *(
         ("MetricError", call, "on the device 'meta', whose tensors have no")
         for call in (
@@ -992,11 +855,7 @@ ROWS: list[tuple[str, Any, str]] = [
     ("Faithfulness", ({"random": torch.ones(2, 6)}, {}), "no name is empty, 'random' or 'best pos"),
     ("Faithfulness", ({"given": torch.ones(2, 5)}, {}), r"= \(2, 6\), .*of the shape \(2, 5\)"),
     ("Faithfulness", ({"given": torch.ones(3, 6)}, {}), "'given' must be numbers .* for each"),
-    (
-        "Faithfulness",
-        ({"of batch": lambda batch: torch.ones(len(batch), 5)}, {}),
-        r"'of batch' must be numbers of the shape .* = \(2, 6\)",
-    ),
+    ("Faithfulness", ({"f": lambda b: torch.ones(len(b), 5)}, {}), r"'f' must be .* = \(2, 6\)"),
     ("Faithfulness", ({"f": lambda batch: 3}, {}), "'f' must be numbers .* got a int"),
     ("Faithfulness", ({"given": torch.full((2, 6), -INF)}, {}), "'given' must be finite, or NaN"),
     ("Faithfulness", ({"a": al.Accuracy()}, {}), "Accuracy gives no .*; SegmentAttention, Seg"),
@@ -1025,22 +884,10 @@ ROWS: list[tuple[str, Any, str]] = [
     ("attribution", {"answer": "nothing"}, "there is no segment 'nothing'"),
     ("attribution", {"answer": "other"}, "the answer, segment 'other', is empty in prompt 0"),
     ("attribution", {"answer": "text"}, "'demonstration 1' of prompt 0 goes on after the an"),
-    (
-        "attribution",
-        {"answer": "query", "segments": ["text", "query"]},
-        "'query' of prompt 0 goes on after",
-    ),
+    ("attribution", {"answer": "query", "segments": ["text", "query"]}, "'query' of .* goes on"),
     ("attribution", {"answer": "format"}, "in prompt 0, or holds its first token"),
-    (
-        "AnchorlensError",
-        lambda s: run(s, [scored()], [s.own]),
-        "no label words, so that the answer must be a segment.*answer='answer'",
-    ),
-    (
-        "AnchorlensError",
-        lambda s: run(s, [scored()], [s.batch, s.of_five]),
-        "every prompt must have equally many demonstrations",
-    ),
+    ("AnchorlensError", lambda s: run(s, [scored()], [s.own]), "must be a segment.*='answer'"),
+    ("AnchorlensError", lambda s: run(s, [scored()], [s.batch, s.of_five]), "equally many"),
     ("attribution", returning(), "the batch that runs and a list of hooks.*tuple"),
     (
         "attribution",
@@ -1057,27 +904,14 @@ ROWS: list[tuple[str, Any, str]] = [
     ),
     ("attribution", {"remove": blanked}, "blanked changed tokens that it was given in place"),
     ("attribution", {"method": al.subsets.lasso(65)}, "there are 64 subsets of 6 segments"),
-    (
-        "attribution",
-        {"method": al.subsets.lasso(9), "segments": ["text", "label"]},
-        "there are 4 subsets",
-    ),
-    (
-        "attribution",
-        mine(draw=lambda n, _: torch.ones(n)),
-        r"draw of the method 'mine' .*\(subset, 6\).*got torch.float32",
-    ),
+    ("attribution", {"method": al.subsets.lasso(9), "segments": ["text", "label"]}, "4 subsets"),
+    ("attribution", mine(draw=lambda n, _: torch.ones(n)), r"'mine' .*\(subset, 6\).*torch.float"),
     ("attribution", mine(draw=lambda n, _: torch.ones(2, n + 1) > 0), r"bool .*\(2, 7\)"),
     ("attribution", mine(draw=lambda n, _: torch.ones(0, n) > 0), r"bool .*\(0, 6\)"),
     ("attribution", mine(draw=seeded), r"equally many subsets each time; got .* and .*\("),
     ("attribution", mine(scores=lambda kept, y: y.mean()), r"'mine' \(<lambda>\).* of the 6"),
-    (
-        "attribution",
-        mine(scores=lambda kept, y: y[1:] * NAN),
-        r"must give a finite number for each .* y from -1 to 1, got \[nan, ",
-    ),
+    ("attribution", mine(scores=lambda kept, y: y[1:] * NAN), r"finite .*-1 to 1, got \[nan"),
     ("attribution", mine(errors=lambda kept, y: y), r"errors of .* 'mine' .* torch.float64"),
-    ("PromptError", lambda s: run(s, [scored()], []), "there are no batches to run"),
     ("MetricError", lambda s: al.subsets.random(9, 3, torch.Generator()), "8 subsets of.*got 9"),
     ("MetricError", lambda s: al.subsets.lasso().draw(3, torch.Generator()), "are 8 subsets of 3"),
     ("a method of subsets", lambda: al.subsets.lasso(1), "subsets must be .* from 2 to .*; got 1"),
@@ -1114,11 +948,7 @@ ROWS: list[tuple[str, Any, str]] = [
     ("PrefixEffect", {"rows": lambda b: edges.bos(b) & False}, "none in some prompt"),
     ("PrefixEffect", {"rows": lambda b: None}, "'rows' of prefix_effect must give .* a NoneType"),
     ("PrefixEffect", {"keys": {}}, "keys are functions of the batch by name"),
-    (
-        "ModelError",
-        lambda s: ask(s.llama, questions(s.llama, 3), al.PrefixEffect(context=s.context), **QUIET),
-        "made with",
-    ),
+    ("ModelError", lambda s: draw(s, lambda of, model, b, *_: ask(model, [b], of)), "made with"),
     ("ModelError", lambda s: draw(s, al.PrefixEffect.plot_pattern), "made with"),
     ("ModelError", lambda s: draw(s, al.PrefixEffect.plot_directions), "made with"),
     ("plot_pattern", {"head": 7}, "heads must be numbers from 0 to 1"),
@@ -1128,11 +958,7 @@ ROWS: list[tuple[str, Any, str]] = [
     ("shuffled", lambda s: s.unlabelled, "head_effects needs the true label of each query"),
     ("shuffled", lambda s: [s.own], "no label words"),
     ("PromptError", lambda s: al.task_vectors(s.model, [], s.two, **QUIET), "no batches to run"),
-    (
-        "MetricError",
-        lambda s: al.task_vectors(s.model, s.two, s.unlabelled, **QUIET),
-        "task_vectors needs the true label of each query",
-    ),
+    ("MetricError", lambda s: al.task_vectors(s.model, s.two, s.unlabelled, **QUIET), NEEDS),
     *(
         (
             "PromptError",
@@ -1153,25 +979,13 @@ ROWS: list[tuple[str, Any, str]] = [
     ("label_dependence", {"a": lambda task, demos: (task, demos[::-1])}, f"'a' {KEEPS}"),
     ("label_dependence", {"two": lambda task, demos: (SST2, TWO_CLASSES)}, f"'two' {KEEPS}"),
     ("label_dependence", {"same": al.relabeling.symbols([" A"] * 6)}, "' A'"),
-    (
-        "label_dependence",
-        {"a": lambda t, d: (al.Task("Why? " * 999 + t.template, t.labels), d)},
-        "tok",
-    ),
-    ("MetricError", lambda s: dependence(s, ["Who?"], {"a": al.relabeling.gold}), "needs the true"),
-    (
-        "MetricError",
-        lambda s: dependence(s, [BAD], {"a": al.relabeling.gold}, resamples=-1),
-        "resamples must be",
-    ),
+    ("label_dependence", {"a": lambda t, d: (al.Task(LONG + t.template, t.labels), d)}, "tokens"),
+    ("MetricError", lambda s: dependence(s, ["Who?"], GOLD_ALONE), "needs the true"),
+    ("MetricError", lambda s: dependence(s, [BAD], GOLD_ALONE, resamples=-1), "resamples must be"),
     # Contexts.
     ("compress", {"select": lambda demos: PAIR > 0}, r"got torch.bool of the shape \(2,\)"),
     ("compress", {"select": lambda demos: edges.bos(demos)[0] & False}, ", all False"),
-    (
-        "compress",
-        {"positions": lambda selected: (selected.nonzero().flatten() + 1, 9)},
-        "a placement must leave the keys at their positions",
-    ),
+    ("compress", {"positions": lambda chosen: (chosen.nonzero()[:, 0] + 1, 9)}, "must leave the k"),
     ("compress of", {"demonstrations_id": torch.arange(3)}, "have several; compress each"),
     ("compress of", {"segments": lambda old: old.clamp(max=OTHER)}, "not known which tokens of th"),
     ("keep", lambda: by_score("small keys", 0), "keep must be from 1 .* got keep=0, that is 0"),
@@ -1188,7 +1002,7 @@ ROWS: list[tuple[str, Any, str]] = [
     # Neither prompts of own positions nor of own segments have label words and format.
     *(
         ("PromptError", lambda s, of=of, k=k: al.compress(s.model, of(s), k), "not known which to")
-        for of in (lambda s: TIGHT, lambda s: s.changed(segment_names=tuple("abcdef")))
+        for of in (lambda s: TIGHT, lambda s: s.renamed)
         for k in (by_score("heavy hitters"), selection.random_tokens(0))
     ),
     (
@@ -1215,11 +1029,7 @@ ROWS: list[tuple[str, Any, str]] = [
         lambda s: compared(s, s.several_sets, contexts={"anchors": s.context}),
         "the context 'anchors': the prompts do not begin",
     ),
-    (
-        "ModelError",
-        lambda s: compared(s, s.two, contexts={"anchors": s.of_llama}),
-        "the context 'anchors': this context was made with",
-    ),
+    ("ModelError", lambda s: compared(s, s.two, contexts={"a": s.of_llama}), "'a': .* made with"),
     ("PromptError", lambda s: compared(s, s.several_sets), "'mine' makes a context for each set"),
     (
         "PromptError",
@@ -1233,18 +1043,14 @@ ROWS: list[tuple[str, Any, str]] = [
     *((kind, {"batches": []}, "no training prompts") for kind in TRAINERS),
     *((kind, {"steps": -1}, "steps must be a whole number") for kind in TRAINERS),
     *((kind, {"clip": 0}, "clip must be a number above 0") for kind in TRAINERS),
-    *((kind, {"batches": NO_LABEL}, "needs the true label") for kind in TRAINERS),
+    *((kind, {"batches": NO_LABEL}, NEEDS) for kind in TRAINERS),
     ("prefix", {"held_out": NO_LABEL}, "training needs the true label"),
-    (
-        "prefix",
-        {"batches": lambda batch: replace(batch, begins_with_bos=True)},
-        "must begin with the same BOS",
-    ),
+    ("prefix", {"batches": lambda b: replace(b, begins_with_bos=True)}, "begin with the same BOS"),
     ("prefix", {"clip": NAN}, "clip must be a number above 0"),
     ("prefix", {"check_every": 0}, "check_every must be a whole number from 1"),
     ("prefix", {"optimizer": torch.optim.LBFGS}, "whose step needs no arguments"),
     ("prefix", {"loss": lambda logits, _: logits.sum()}, "one number a prompt"),
-    ("prefix", {"loss": two_numbers, "held_out": lambda b: b.prompts(0, 2)}, "one number a prompt"),
+    ("prefix", {"loss": TWO, "held_out": lambda b: b.prompts(0, 2)}, "one number a prompt"),
     ("prefix", {"length": 600}, "left after 600 positions"),
     ("soft prompt", {"start": []}, "got none"),
     ("soft prompt", {"start": [10**6]}, r"from 0 to 2999; got \[1000000\]"),
@@ -1256,52 +1062,22 @@ ROWS: list[tuple[str, Any, str]] = [
     ("hard prompt", {"optimizer": torch.optim.SGD}, "the optimizer of a search is that of its me"),
     ("hard prompt", {"length": 1, "method": hard_prompts.FLUENT_PROMPT}, "has no fluency"),
     ("re-weighting", {"optimizer": partial(torch.optim.Adam, lr=-1.0)}, "Invalid le"),
-    (
-        "re-weighting",
-        {"start": torch.zeros(3, 2, 5)},
-        r"\(layer, head, anchor\) = \(3, 2, 6\).* got \(3, 2, 5\)",
-    ),
-    (
-        "re-weighting",
-        {"batches": lambda batch: replace(batch, label_classes=batch.label_classes.flip(1))},
-        "train each set of demonstrations",
-    ),
+    ("re-weighting", {"start": torch.zeros(3, 2, 5)}, r"r\) = \(3, 2, 6\).* got \(3, 2, 5\)"),
+    ("re-weighting", {"batches": FLIPPED}, "train each set of demonstrations"),
     *(
         ("folded values", lambda m, _, of=of: of(m, split(m)[0], held_out=split(m)[1]), FOLDED)
         for of in TRAINERS.values()
     ),
-    (
-        "PromptError",
-        lambda s: trained(s.model, held_out=split(s.model)[0][:1]),
-        "4 held-out queries are training queries",
-    ),
-    (
-        "PromptError",
-        lambda s: trained(s.llama, start=s.of_llama, length=3),
-        "start has its own number of positions; got length=3",
-    ),
+    ("PromptError", lambda s: trained(s.model, held_out=split(s.model)[0][:1]), "4 held-out quer"),
+    ("PromptError", lambda s: trained(s.llama, start=s.of_llama, length=3), "own .*; got length=3"),
     ("start", lambda s: s.longer_prefix(506), "left after 506 positions"),
     ("start", lambda s: s.prefix, "this context was made with"),
     ("start", lambda s: s.starts[0], "which a start must hold too"),
     ("start", lambda s: s.starts[1], "more than the BOS"),
-    (
-        "start",
-        lambda s: s.starts[2],
-        r"positions=al\.contexts\.placement\.rebased, or select everything",
-    ),
+    ("start", lambda s: s.starts[2], "positions=al.contexts.placement.rebased, or select everyt"),
     ("ModelError", lambda s: s.prefix.logits(s.llama, s.batch), "this context was made with"),
-    (
-        "PromptError",
-        lambda s: s.context.logits(s.model, replace(s.batch, tokens=s.batch.tokens.flip(0) + 1)),
-        "prompt 0 differs at position 0",
-    ),
-    (
-        "PromptError",
-        lambda s: s.context.logits(
-            s.model, replace(s.batch, target_positions=s.batch.query_start - 1)
-        ),
-        "a prompt has its target at position",
-    ),
+    ("after a context", {"tokens": lambda old: old.flip(0) + 1}, "prompt 0 differs at position 0"),
+    ("after a context", {"target_positions": lambda old: old * 0 + 124}, "has its target at pos"),
     (
         "PromptError",
         lambda s: replace(s.context, query_position=510).logits(s.model, s.batch),
@@ -1337,9 +1113,8 @@ ROWS: list[tuple[str, Any, str]] = [
 def test_what_cannot_be_answered_is_refused_before_any_pass(
     name: str, wrong: Any, message: str, setup: Scene
 ) -> None:
-    error, call = CALLS[name]
     with ExitStack() as without_passes:
         for model in setup.models:
             without_passes.enter_context(does_not_run(model))
-        with pytest.raises(error, match=message):
-            call(setup, wrong)
+        with pytest.raises(RAISES.get(name, AnchorlensError), match=message):
+            CALLS[name](setup, wrong)

@@ -67,11 +67,10 @@ def test_what_workflows_call_exists() -> None:
     makefile = (ROOT / "Makefile").read_text()
     called = set()
     for path in WORKFLOWS:
-        assert isinstance(yaml.safe_load(path.read_text()), dict)
-        called |= set(re.findall(r"\bmake ([a-z-]+)", path.read_text()))
-        assert all(
-            (ROOT / local).exists() for local in re.findall(r"uses: (\./\S+)", path.read_text())
-        )
+        text = path.read_text()
+        assert isinstance(yaml.safe_load(text), dict)
+        called |= set(re.findall(r"\bmake ([a-z-]+)", text))
+        assert all((ROOT / local).exists() for local in re.findall(r"uses: (\./\S+)", text))
     assert called >= {"test", "test-all", "test-browser", "test-newest", "docs"}
     assert all(re.search(rf"^{target}:", makefile, re.MULTILINE) for target in called)
 

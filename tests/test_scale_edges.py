@@ -1,35 +1,21 @@
-"""Attention that is multiplied along edges, compared with other hooks and with a plain softmax."""
+"""Attention that is multiplied along edges, compared with other hooks and with plain products."""
 
 from copy import deepcopy
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
 import anchorlens as al
-from anchorlens.models.hooked import scores_name
 from anchorlens.prompts import edges
 from tests.references.comparison import batch_of, tokenizer, weights_of
-from tests.support.measures import logits_of, patterns_of
+from tests.support.measures import patterns_of
 from tests.support.tiny_models import questions, tiny_gpt2
 
 
 @pytest.fixture
 def batch(gpt2: Any) -> al.PromptBatch:
     return questions(gpt2, 4, batch_size=4, padding_side="left")[0]
-
-
-def with_diagonal(batch: al.PromptBatch) -> Tensor:
-    """All edges of the prompts, also those of a token to itself."""
-    mask = batch.attention_mask
-    return (mask[:, :, None] & mask[:, None]).tril()
-
-
-def scores_of(model: Any, batch: al.PromptBatch, layer: int) -> Tensor:
-    seen: list[Tensor] = []
-    logits_of(model, batch, [(scores_name(layer), lambda scores, hook: seen.append(scores))])
-    return seen[0]
 
 
 @pytest.mark.every_kind
@@ -45,19 +31,17 @@ def test_factor_0_equals_blocked_edges(model: Any, renormalize: bool, heads: int
 
 
 @pytest.mark.every_kind
-def test_patterns_equal_a_plain_softmax(hooked: Any, byte_level: Any) -> None:
+def test_patterns_equal_plain_products(hooked: Any, byte_level: Any) -> None:
     model = hooked(tiny_gpt2(len(byte_level)).double(), byte_level)
     batch = questions(model, 4, batch_size=4)[0]
     where = edges.wp(batch) | edges.tq(batch)
     # None is near 1, which would leave the sums of rows near 1.
     factor = torch.tensor([[0.25, 2.5], [1.5, 0.5], [3.0, 0.75]], dtype=torch.double)
-    scores = scores_of(model, batch, 0)
-    clean = scores.softmax(-1)
+    clean = patterns_of(model, batch, [])[:, 0]
     scaled = clean * torch.where(where[:, None], factor[0][:, None, None], 1.0)
-    row_sums = scaled.sum(-1, keepdim=True)
     # Rows of padding attend to nothing and are not compared.
     real = batch.attention_mask[:, None, :, None].expand_as(scaled)
-    for renormalize, expected in ((True, scaled / row_sums), (False, scaled)):
+    for renormalize, expected in ((True, scaled / scaled.sum(-1, keepdim=True)), (False, scaled)):
         hooks = al.scale_edges(model, batch, where, factor, al.Site(0, renormalize=renormalize))
         ours = patterns_of(model, batch, hooks)[:, 0]
         torch.testing.assert_close(ours[real], expected[real], rtol=0, atol=1e-12)
@@ -83,11 +67,10 @@ def test_a_row_and_its_attention_sink_sum_to_1() -> None:
 
 @pytest.mark.parametrize("renormalize", [True, False])
 def test_scaled_padding_gives_no_nan(gpt2: Any, batch: al.PromptBatch, renormalize: bool) -> None:
-    everywhere = with_diagonal(batch)
+    mask, site = batch.attention_mask, al.Site(range(3), renormalize=renormalize)
+    everywhere = (mask[:, :, None] & mask[:, None]).tril()  # with the diagonal
     for factor in (1e-30, 1e30):
-        hooks = al.scale_edges(
-            gpt2, batch, everywhere, factor, al.Site(range(3), renormalize=renormalize)
-        )
+        hooks = al.scale_edges(gpt2, batch, everywhere, factor, site)
         assert patterns_of(gpt2, batch, hooks).isfinite().all()
 
 
@@ -100,14 +83,9 @@ def test_masked_scores_stay_finite(gpt2: Any, batch: al.PromptBatch) -> None:
         assert torch.equal(act(masked, hook=None), masked)  # type: ignore[arg-type]
 
 
-def with_zero(**options: Any) -> Tensor:
-    factor = torch.ones(3, 2)
-    factor[1, 0] = 0
-    return factor.requires_grad_(**options)
-
-
 def test_a_factor_of_0_is_refused_only_where_it_acts(gpt2: Any, batch: al.PromptBatch) -> None:
-    assert al.scale_edges(gpt2, batch, edges.wp, with_zero(), [0, 2])
-    assert al.scale_edges(gpt2, batch, edges.wp, with_zero(), al.Site(1, heads=1))
-    assert al.scale_edges(gpt2, batch, edges.wp, with_zero(), al.Site(1, renormalize=False))
-    assert al.scale_edges(gpt2, batch, edges.wp, with_zero(requires_grad=False), 1)
+    factor = torch.tensor([[1.0, 1.0], [0.0, 1.0], [1.0, 1.0]])
+    assert al.scale_edges(gpt2, batch, edges.wp, factor, 1)
+    factor.requires_grad_()
+    for site in ([0, 2], al.Site(1, heads=1), al.Site(1, renormalize=False)):
+        assert al.scale_edges(gpt2, batch, edges.wp, factor, site)

@@ -9,7 +9,7 @@ what is missing there, bit for bit, and other settings and prompts are refused.
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
-from functools import cache, partial
+from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -22,6 +22,7 @@ from anchorlens.errors import StoreError
 from anchorlens.runs import way
 from anchorlens.system import row_pieces
 from tests.ablation.test_likelihood import written
+from tests.conftest import shared
 from tests.experiments import test_head_effects, test_retrieval_heads
 from tests.questions.test_edge_sweep import forerunners_read
 from tests.questions.test_faithfulness import weights_of
@@ -32,7 +33,7 @@ from tests.support.asked import scored
 from tests.support.measures import assert_same, difference, hooks_on
 from tests.support.own_parts import EveryRead
 from tests.support.printed_code import printed
-from tests.support.tiny_models import questions, tiny_gemma3, tiny_gpt2, tiny_llama
+from tests.support.tiny_models import questions
 
 pytestmark = pytest.mark.filterwarnings(
     *("ignore:some pairs of classes have no prompts", "ignore:in layers", "ignore:in .* of .* set"),
@@ -82,7 +83,7 @@ def of_segments(model: Any, cut: Cut) -> Batches:
     return cut.of(partial(test_retrieval_heads.documents, model))
 
 
-def of_written_answers(model: Any, cut: Cut) -> Batches:
+def of_answers(model: Any, cut: Cut) -> Batches:
     batch = written(model, cut.padding_side)
     return [batch.prompts(0, 2)] if cut.batch_size > 2 else [batch.prompt(1), batch.prompt(0)]
 
@@ -132,18 +133,15 @@ def head_effects(model: Any, cut: Cut, of_mean: slice = slice(3), **options: Any
     """Shuffled labels differ by set."""
     prompts, mixed = partial(test_head_effects.prompts, model), test_head_effects.MIXED
     shuffled = prompts(slice(6, 9), mixed, (0, 1), **built(cut))
-    record = al.head_effects(
-        model, prompts(of_mean, **built(cut)), shuffled, progress=False, **options
-    )
-    return {"head_effects": record}
+    right = prompts(of_mean, **built(cut))
+    return {"head_effects": al.head_effects(model, right, shuffled, progress=False, **options)}
 
 
 def task_vectors(model: Any, cut: Cut, tested: slice = slice(3, 9), **options: Any) -> Records:
     prompts, how = test_head_effects.prompts, built(cut)
     asked = prompts(model, tested, seeds=(0, 1), **how)
     read = prompts(model, slice(3), **how)
-    record = al.task_vectors(model, read, asked, progress=False, **options)
-    return {"task_vectors": record}
+    return {"task_vectors": al.task_vectors(model, read, asked, progress=False, **options)}
 
 
 def retrieval_heads(model: Any, cut: Cut, null: str = "N/A", **options: Any) -> Records:
@@ -227,11 +225,6 @@ def most_attended(block: al.reads.Block) -> torch.Tensor:
     return block.pattern.sum(2).amax(2)
 
 
-def products(block: al.reads.Block) -> torch.Tensor:
-    assert block.slope is not None
-    return (block.pattern * block.slope).abs().sum((2, 3))
-
-
 def early(batch: al.PromptBatch) -> torch.Tensor:
     """A position of the demonstrations, which differs between prompts."""
     return (9 + batch.index % 3)[:, None]
@@ -250,15 +243,12 @@ READS: dict[str, Read] = {
     "states": lambda batch: al.reads.At(STATES, al.edges.anchors),
     "in any order": lambda batch: al.reads.At(STATES, target_then_labels(batch)),
     "rows": lambda batch: al.reads.Blocks(partial(largest_of_rows, batch)),
-    "products": lambda batch: al.reads.Blocks(products, slope=True),
     "layers": lambda batch: al.reads.Blocks(most_attended, whole=True),
     "differing pattern": lambda batch: al.reads.At("pattern", early(batch), first_forerunner),
     "differing states": lambda batch: al.reads.At(STATES, first_labels(batch)),
     "differing keys": lambda batch: al.reads.At("keys", early(batch)),
     "differing slope": lambda batch: al.reads.At("slope", early(batch), first_forerunner),
-    "differing keys of target": lambda batch: al.reads.At(
-        "pattern", al.edges.target, first_labels(batch)
-    ),
+    "differing keys of target": lambda b: al.reads.At("pattern", al.edges.target, first_labels(b)),
 }
 # For these, prompts share no tokens, and for that one long prompts have a pattern.
 OF_WHOLE_PROMPTS = {"rows", "layers", "differing pattern", "differing states", "differing keys"}
@@ -328,8 +318,10 @@ SCORES: dict[str, Any] = {
     "one by one": al.subsets.one_by_one,
 }
 CONTEXTS: dict[str, Any] = {"none": al.contexts.NoContext(), "anchors only": al.compress}
+LASSO = al.subsets.lasso(8)
 KEPT = partial(al.compress, select=al.contexts.selection.everything)
 
+UNSAID: dict[str, Any] = {"shares": None, "fuses": None}
 ROWS: dict[str, Row] = {
     "metrics": Row(Asked(METRICS), models=BOTH),
     "metrics of several sets": Row(Asked(OF_SETS, prompts=of_two_sets)),
@@ -394,28 +386,14 @@ ROWS: dict[str, Row] = {
     "edges of labels": asking(al.EdgeSweep(labels_read_forerunners, SITES, draws=2)),
     "read forerunners": asking(al.EdgeSweep(forerunners_read, SITES, draws=2)),
     "a question of one's own": asking(Moved(), {"layers": (2,)}, prompts=of_two_sets),
-    "integrated flows": asking(
-        al.IntegratedFlows(["label", "target"], steps=2), {"steps": 3}, shares=False
-    ),
+    "integrated flows": asking(al.IntegratedFlows(["label"], steps=2), {"steps": 3}, shares=False),
     "parts of scores": asking(
-        al.ScoreParts(1, heads=[0]),
-        *({"layer": 0}, {"heads": [1]}, {"by": "head"}),
-        shares=False,
+        al.ScoreParts(1, heads=[0]), *({"layer": 0}, {"heads": [1]}, {"by": "head"}), shares=False
     ),
-    "suppression": asking(
-        SUPPRESSION(("label", "query")),
-        {"segments": ("label", "target")},
-        models=("gpt2", "gemma3"),
-    ),
-    "attribution": asking(
-        scored(al.subsets.lasso(8), seed=3), {"scores": {"lasso": al.subsets.lasso(9)}}
-    ),
-    "attribution by text": asking(
-        scored(al.subsets.lasso(8), segments=BESIDE_TEXT, remove=al.removal.text)
-    ),
-    "attribution of an answer": asking(
-        scored(answer="answer"), prompts=of_written_answers, shares=False
-    ),
+    "suppression": asking(SUPPRESSION(("label", "query")), {"segments": ("label",)}, models=BOTH),
+    "attribution": asking(scored(LASSO, seed=3), {"scores": {"lasso": al.subsets.lasso(9)}}),
+    "attribution by text": asking(scored(LASSO, segments=BESIDE_TEXT, remove=al.removal.text)),
+    "attribution of an answer": asking(scored(answer="answer"), prompts=of_answers, shares=False),
     "faithfulness": asking(
         al.Faithfulness(SCORES, subsets=8),
         *({"top": 2}, {"scores": SCORES | {"one by one": al.subsets.lasso(8)}}),
@@ -430,33 +408,18 @@ ROWS: dict[str, Row] = {
         {"positions": al.contexts.placement.restarted},
     ),
     "head effects": Row(head_effects, [partial(head_effects, of_mean=slice(3, 6))], fuses=False),
-    "task vectors": Row(
-        task_vectors, [partial(task_vectors, tested=slice(9, 15))], shares=None, fuses=None
-    ),
+    "task vectors": Row(task_vectors, [partial(task_vectors, tested=slice(9, 15))], **UNSAID),
     "retrieval heads": Row(retrieval_heads, [partial(retrieval_heads, null="Nothing")]),
     "retrieval from documents": Row(retrieval_from_documents, shares=False),
     "label dependence": Row(
-        label_dependence, [partial(label_dependence, of=slice(1, 6))], shares=None, fuses=None
+        label_dependence, [partial(label_dependence, of=slice(1, 6))], **UNSAID
     ),
 }
 
 
-@pytest.fixture(scope="module")
-def models(hooked: Any, byte_level: Any, sentencepiece_like: Any) -> Callable[[str], Any]:
-    """Models in float64 by name, each made once."""
-
-    @cache
-    def model_of(name: str) -> Any:
-        make = {"gpt2": tiny_gpt2, "llama": tiny_llama, "gemma3": tiny_gemma3}[name]
-        tokenizer = byte_level if name == "gpt2" else sentencepiece_like
-        return hooked(make(len(tokenizer)).double(), tokenizer)
-
-    return model_of
-
-
 @pytest.fixture
-def exact(of: str, models: Callable[[str], Any]) -> Any:
-    return models(of)
+def exact(of: str, request: pytest.FixtureRequest, hooked: Any) -> Any:
+    return shared(request, of, exact=True)
 
 
 @pytest.fixture(scope="module")
@@ -483,12 +446,7 @@ def whole_prompts(name: str, model: Any, large: int = 2**31, **options: Any) -> 
 
 
 def as_whole_prompts(
-    name: str,
-    of: str,
-    model: Any,
-    references: dict[Any, Records],
-    cut: Cut,
-    tolerance: float = 1e-9,
+    name: str, of: str, model: Any, references: Any, cut: Cut, tolerance: float = 1e-9
 ) -> Records:
     """The records of batches, after a comparison with those of whole prompts."""
     before = hooks_on(model), implementation_of(model)
@@ -500,6 +458,13 @@ def as_whole_prompts(
     same(records, references[name, of], tolerance)
     assert (hooks_on(model), implementation_of(model)) == before
     return records
+
+
+def check_other_batches(name: str, of: str, model: Any, known: Any, tolerance: float) -> None:
+    cut = Cut(2, "left", reverse=True)
+    records = as_whole_prompts(name, of, model, known, cut, tolerance)
+    shares = {"run once" in each for each in said(records, "shared_prefix")}
+    assert shares == {ROWS[name].shares} - {None}
 
 
 def same(ours: Records, theirs: Records, tolerance: float) -> None:
@@ -526,8 +491,6 @@ def said(records: Records, what: str) -> list[str]:
 
 
 EVERY = [(name, model) for name, row in ROWS.items() for model in row.models]
-
-
 IN_EVERY_KIND = ["metrics", "changed metrics", *CUTS, *OTHERS, "isolation", "read forerunners"]
 IN_EVERY_KIND += ["reweighted", "loss of a span", "loss of words", "metrics of texts"]
 
@@ -539,11 +502,7 @@ def test_in_every_kind_of_model_shared_tokens_batches_order_and_padding_change_n
     name: str, of: str, exact: Any, references: dict[Any, Records], kind_of_model: str
 ) -> None:
     tolerance = 1e-9 if kind_of_model == "bridge" else 1e-6
-    cut = Cut(2, "left", reverse=True)
-    records = as_whole_prompts(name, of, exact, references, cut, tolerance)
-    assert {"run once" in each for each in said(records, "shared_prefix")} == {
-        ROWS[name].shares
-    } - {None}
+    check_other_batches(name, of, exact, references, tolerance)
 
 
 @pytest.mark.slow_cases(
@@ -554,10 +513,7 @@ def test_in_every_kind_of_model_shared_tokens_batches_order_and_padding_change_n
 def test_shared_tokens_batches_order_and_padding_change_nothing(
     name: str, of: str, exact: Any, references: dict[Any, Records]
 ) -> None:
-    records = as_whole_prompts(name, of, exact, references, Cut(2, "left", reverse=True))
-    assert {"run once" in each for each in said(records, "shared_prefix")} == {
-        ROWS[name].shares
-    } - {None}
+    check_other_batches(name, of, exact, references, 1e-9)
 
 
 @pytest.mark.slow_cases(
@@ -571,9 +527,8 @@ def test_long_prompts_have_the_numbers_of_whole_patterns(
     name: str, of: str, exact: Any, references: dict[Any, Records]
 ) -> None:
     records = as_whole_prompts(name, of, exact, references, Cut(2))
-    assert {each.startswith("fused: ") for each in said(records, "attention")} == {
-        ROWS[name].fuses
-    } - {None}
+    fuses = {each.startswith("fused: ") for each in said(records, "attention")}
+    assert fuses == {ROWS[name].fuses} - {None}
 
 
 CHECKPOINTED = [*(("metrics", of) for of in BOTH), ("changed metrics", "gpt2")]
@@ -586,11 +541,8 @@ CHECKPOINTED += [("metrics of texts", "gpt2"), ("every read and hooks", "gpt2")]
 def test_blocks_that_run_again_for_their_gradient_change_nothing(
     name: str, large: int, exact: Any
 ) -> None:
-    once, again = (
-        whole_prompts(name, exact, large, gradient_checkpointing=checkpoints)
-        for checkpoints in (False, True)
-    )
-    same(again, once, 1e-12)
+    once = whole_prompts(name, exact, large)
+    same(whole_prompts(name, exact, large, gradient_checkpointing=True), once, 1e-12)
 
 
 STORED = [(name, row.models[0], False) for name, row in ROWS.items() if row.others]

@@ -24,17 +24,14 @@ SWITCHES = (45, 55, 65, 75, 90)  # prompts have 40 to 100 tokens
 
 
 def words(rng: random.Random, most: int) -> str:
-    return " ".join(
-        rng.choice(["a", "film", "that", "nobody"]) for _ in range(rng.randint(1, most))
-    )
+    return " ".join(rng.choices(["a", "film", "that", "nobody"], k=rng.randint(1, most)))
 
 
 def built(rng: random.Random, tokenizer: Any, most: int) -> list[al.PromptBatch]:
     """A few prompts of random lengths, with one or two sets of demonstrations."""
     task = al.Task("Review: {text}\nSentiment:{label}", [" Positive", " Negative"])
-    demos = [
-        [al.Example(words(rng, most), label) for label in (0, 1)] for _ in range(rng.randint(1, 2))
-    ]
+    count = rng.randint(1, 2)
+    demos = [[al.Example(words(rng, most), label) for label in (0, 1)] for _ in range(count)]
     queries = [al.Example(words(rng, most), rng.randrange(2)) for _ in range(rng.randint(2, 6))]
     sets = [rng.choice(demos) for _ in queries]
     side: Any = rng.choice(["left", "right"])
@@ -94,14 +91,10 @@ def odd_edges(rng: random.Random) -> None:
     except AnchorlensError as error:
         if not chosen.any():
             return
-        raise AssertionError(
-            f"{count} prompts, edges in {chosen.tolist()}: refused: {error}"
-        ) from error
-    each = [
-        al.run(setup.model, [one], [al.SaliencyFlows(edges={"all": kind})], **RUN)
-        for one in singles
-    ]
-    expected = torch.stack([one["saliency_flows"].flows[:, 0] for one in each])
+        raise AssertionError(f"{count} prompts, edges in {chosen.tolist()}: {error}") from error
+    of_all = [al.SaliencyFlows(edges={"all": kind})]
+    each = [al.run(setup.model, [one], of_all, **RUN)["saliency_flows"] for one in singles]
+    expected = torch.stack([one.flows[:, 0] for one in each])
     case = f"{kind.__name__} in prompts {chosen.nonzero().flatten().tolist()} of {count}"
     assert difference(flows.flows[:, 1], expected.mean(0)) <= 1e-5, f"{case}: other flows of all"
     assert difference(flows.flows[:, 0], expected[chosen].mean(0)) <= 1e-5, (
@@ -168,15 +161,12 @@ def odd_turns(rng: random.Random) -> None:
     ]
     for row, query in zip(rows(batches), queries, strict=True):
         turns = [*before, ("user", f"Review: {query.text}\nSentiment:")]
-        if row.tokens != ids(turns, ask=True):
-            raise AssertionError(f"{tokenizer.chat_template}: other tokens than the template's")
+        assert row.tokens == ids(turns, ask=True), f"other tokens: {tokenizer.chat_template}"
         for word, first in zip(labels, firsts, strict=True):
             answered = ids([*turns, ("assistant", word)], ask=False)
             # A template may ask with an empty thought, which stored answers lack.
             begun = len(row.tokens) - len(thought)
             if row.tokens[begun:] == thought and answered[begun : begun + 1] == [first]:
                 continue
-            if answered[: len(row.tokens) + 1] != [*row.tokens, first]:
-                raise AssertionError(
-                    f"{tokenizer.chat_template}: {word!r} does not follow the prompt"
-                )
+            follows = answered[: len(row.tokens) + 1] == [*row.tokens, first]
+            assert follows, f"{tokenizer.chat_template}: {word!r} does not follow the prompt"

@@ -58,10 +58,8 @@ def characters(rng: random.Random) -> str:
 
 
 def text(rng: random.Random) -> str:
-    return "".join(
-        rng.choice(PARTS) if rng.random() < 0.6 else characters(rng)
-        for _ in range(rng.randrange(5))
-    )
+    count = range(rng.randrange(5))
+    return "".join(rng.choice(PARTS) if rng.random() < 0.6 else characters(rng) for _ in count)
 
 
 def piece(rng: random.Random, pool: Sequence[str]) -> str:

@@ -1,9 +1,7 @@
 """The material of the attack: a model, its prompts and results, and wrong values."""
 
-import tempfile
 from dataclasses import replace
 from functools import cache
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -18,7 +16,7 @@ QUICK = QUIET | {"resamples": 2}
 
 
 class Scene:
-    """A model, prompts, data and results that calls use."""
+    """A model, prompts and results that calls use."""
 
     def __init__(self) -> None:
         self.tokenizer = byte_level_tokenizer()
@@ -29,7 +27,6 @@ class Scene:
         self.task = al.TASKS["trec"]
         self.demos = al.sample_demonstrations(self.examples)
         self.queries = [example for example in self.examples if example not in self.demos][:4]
-        self.folder = Path(tempfile.mkdtemp())
         metrics: list[al.Metric] = [al.SaliencyFlows(), al.AnchorDistances(directions=2)]
         self.results = al.run(self.model, self.batches, metrics, **QUICK)
         self.prefix = al.train_prefix(
@@ -39,8 +36,6 @@ class Scene:
             length=2,
             held_out=self.batches[1:],
         )
-        self.data = self.folder / "data.jsonl"
-        self.data.write_text('{"text": "a", "label": 0}\n{"text": "b", "label": 1}\n')
 
     def check(self, before: dict[str, Any], attempt: str) -> None:
         """Raise an error if an attempt has changed something, whatever came of it."""

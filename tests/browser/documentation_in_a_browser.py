@@ -20,12 +20,12 @@ FOUND_FIRST = {
     "cookbook/": "knockout, attention knockout, ablation, patching, head, induction, own tokens",
     "definitions/": "glossary, mask, S_wp, cannot tell, verdict, confidence interval",
     "architectures/": "GQA, grouped-query attention, Llama",
-    "models/": "refused, attention sink",
+    "models/": "refused, attention sink, logit lens",
     "command/": "Excel, csv",
     "tutorials/segments/": "RAG, retrieval head, generate",
-    "running/": "resume, flash attention, 3000 tokens",
-    "troubleshooting/": "FAQ",
-    "other_tools/": "LoRA, nnterp, path patching",
+    "running/": "resume, flash attention, 3000 tokens, out of memory",
+    "troubleshooting/": "FAQ, quantized, matplotlib",
+    "other_tools/": "LoRA, nnterp, path patching, colab",
     "tasks/": "chat template, antonym, function vector",
 }
 SEARCH = """async (queries) => {

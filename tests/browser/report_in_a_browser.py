@@ -38,9 +38,7 @@ def report(byte_level: Any, hooked: Any, tmp_path_factory: pytest.TempPathFactor
         al.EdgeSweep.isolation(al.sites.first_and_last(model, [1]), draws=2),
     ]
     results: dict[str, Any] = dict(al.run(model, batches, asked, **options))
-    results |= {
-        name: replace(each, info={**each.info, "model": MODEL}) for name, each in results.items()
-    }
+    results |= {k: replace(each, info={**each.info, "model": MODEL}) for k, each in results.items()}
     results["one_prompt"] = al.plot_prompt(model, batches[0])
     path = tmp_path_factory.mktemp("report") / "report.html"
     settings = {"task": "questions", "a long path": "/a/very/long/path" * 9}
@@ -163,15 +161,12 @@ def test_a_token_shows_its_flows_by_pointer_and_by_keys(report: Path, browser: A
     with drawn(browser, report, WIDE) as page:
         prompt = page.locator(".prompt").first
         tokens, detail = prompt.locator(".al-tokens [data-token]"), prompt.locator(".detail")
-        target = tokens.last
-        target.hover()
+        tokens.last.hover()
         text = detail.inner_text()
         strongest = re.search(r"reads from: “.*?” \((\d+)\) [\d.e-]+ nats", text)
         assert strongest, text
         assert prompt.locator(".from").count() == 3
-        row = target.evaluate(
-            "token => [...token.closest('ol').children].indexOf(token.closest('li'))"
-        )
+        row = tokens.last.evaluate("t => [...t.closest('ol').children].indexOf(t.closest('li'))")
         assert row == prompt.locator(".rows li").count() - 1
         lit, dim = prompt.locator(".arcs .lit"), prompt.locator(".arcs .dim")
         assert lit.count() > 1 and dim.count() > 1

@@ -134,11 +134,7 @@ def test_without_scripts_and_on_paper_a_long_part_is_whole(long_texts: Path, bro
 def test_a_chosen_token_of_an_answer_shows_what_it_reads(
     gpt2: Any, browser: Any, screen: Any, tmp_path: Path
 ) -> None:
-    pieces = [
-        ("document", "The museum opens at ten."),
-        ("question", " When?"),
-        ("answer", " At ten."),
-    ]
+    pieces = [("text", "The museum opens at ten."), ("question", " When?"), ("answer", " At ten.")]
     [prompt] = al.build_segments(gpt2.tokenizer, [pieces])
     flows = al.step_flows(gpt2, prompt, "answer")
     positions, last = flows.positions.tolist(), len(flows.positions) - 1
@@ -194,10 +190,8 @@ def sums_of_parts(flows: al.records.PromptFlows, saliency: torch.Tensor) -> list
 
 
 def widths(page: Any) -> list[float]:
-    drawn = page.locator(".arcs path").evaluate_all(
-        "all => all.map(p => +p.getAttribute('stroke-width'))"
-    )
-    return sorted(drawn, reverse=True)
+    code = "all => all.map(path => +path.getAttribute('stroke-width'))"
+    return sorted(page.locator(".arcs path").evaluate_all(code), reverse=True)
 
 
 def test_widths_of_arcs_are_the_sums_over_all_pairs_on_one_scale(
@@ -279,9 +273,7 @@ def test_rows_are_read_in_their_own_direction(gpt2: Any, browser: Any, tmp_path:
     demos = [al.Example("מי כתב את הספר", 0), al.Example("谁写了这本书", 1)]
     [batch] = al.build_prompts(gpt2.tokenizer, task, demos, demos[1:])
     with visited(browser, al.plot_prompt(gpt2, batch).save(tmp_path / "p.html"), WIDE) as page:
-        ends = (
-            "row => [...row.querySelectorAll('[data-token]')].map(t => t.getBoundingClientRect().x)"
-        )
+        ends = "r => [...r.querySelectorAll('[data-token]')].map(t => t.getBoundingClientRect().x)"
         first, *_, last = page.locator(".rows li").first.evaluate(ends)
         assert last < first  # the colon that ends the row is at the left
         assert page.locator(".rows .label").first.evaluate(ends)[0] < last

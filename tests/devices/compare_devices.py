@@ -130,13 +130,10 @@ def readme() -> dict[str, Any]:
         weights = tiny_gpt2(len(tokenizer), n_layer=6, n_embd=16)
         model = al.load_model(weights, tokenizer=tokenizer, device=device)
         sample = al.sample_prompts
+        few = lambda *g, queries, **o: sample(*g, queries=min(queries, 12), **o)  # noqa: E731
         with (
             mock.patch.object(al, "load_model", lambda name: model),
-            mock.patch.object(
-                al,
-                "sample_prompts",
-                lambda *g, queries, **o: sample(*g, queries=min(queries, 12), **o),
-            ),
+            mock.patch.object(al, "sample_prompts", few),
             contextlib.chdir(folder),
             contextlib.redirect_stdout(printed),
         ):

@@ -14,7 +14,7 @@ from anchorlens.metrics.distances import pair_auc
 from tests.metrics.test_aucroc import reference
 from tests.metrics.test_distances import published, uneven_questions
 from tests.references import plain
-from tests.references.jackknife import jackknife
+from tests.references.nulls import jackknife
 from tests.support.measures import difference
 from tests.support.tiny_models import questions, tiny_gemma3, tiny_gpt2, tiny_llama
 

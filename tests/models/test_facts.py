@@ -16,7 +16,7 @@ from anchorlens.models.load import ensure_prepared
 from anchorlens.passes.shortcuts import why_not_shared
 from tests.references.architectures import BY_NAME
 from tests.references.comparison import tokenizer
-from tests.support.found_anew import found_anew
+from tests.support.unchanged import found_anew
 
 BEYOND: dict[str, Any] = {"sliding_window": 64}  # of all tokens of a tiny pass
 WINDOWED = {

@@ -25,9 +25,9 @@ from anchorlens.passes.twin_for import of_one_run, twin_for, why_not_native
 from tests.models.test_matrix import bridge, processed_bridge
 from tests.references.architectures import ALL, BY_NAME
 from tests.references.comparison import batch_of, precise, tokenizer, weights_of
-from tests.support.found_anew import found_anew
 from tests.support.measures import counted_layers
 from tests.support.tiny_models import questions, tiny_gpt2
+from tests.support.unchanged import found_anew
 
 QUIET: dict[str, Any] = {"resamples": 0, "progress": False}
 # Mostly because their attention does not call the interface of transformers.

@@ -29,26 +29,17 @@ COMMON: dict[str, Any] = {
 
 @dataclass(frozen=True)
 class Row:
-    """One row of the matrix.
-
-    Attributes:
-        name: Its usual name.
-        special: How its attention differs from others.
-        options: Options of its configuration.
-        scale: Standard deviation of every parameter, such that attention is neither near uniform
-            nor near one-hot.
-        refused: The reason why there is no right model, by TransformerLens line or kind of model.
-            Loading must fail there.
-        wrong: The reason why TransformerLens makes a wrong model, by kind of model. TransformerLens
-            makes this kind without the package, which cannot verify it. The test expects wrong
-            numbers, so it fails when TransformerLens fixes them.
-    """
+    """One row of the matrix."""
 
     name: str
-    special: str
+    special: str  # how its attention differs from others
     options: Mapping[str, Any]
+    # The standard deviation of every parameter: attention is neither near uniform nor near one-hot.
     scale: float = 0.25
+    # Why there is no right model, by TransformerLens line or kind of model: loading must fail.
     refused: Mapping[str, str] = field(default_factory=dict)
+    # Why TransformerLens makes a wrong model of a kind, which the package cannot verify. The test
+    # expects wrong numbers, so it fails when TransformerLens fixes them.
     wrong: Mapping[str, str] = field(default_factory=dict)
 
 

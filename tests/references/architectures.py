@@ -38,9 +38,10 @@ LATENT = {
     "num_key_value_heads": 4,
 }
 EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
+EXPERTS_AND_ONE = {**EXPERTS, "shared_expert_intermediate_size": 16}
 ADJACENT_PAIRS = {"3.9": "rotates halves where the model rotates adjacent pairs"}
 # From version 5.24 on, transformers has the rotary table of CodeGen outside of the attention.
-ROTARY_MOVED = (
+MOVED = (
     dict.fromkeys(("bridge", "processed"), "looks for the rotary table inside the attention")
     if hasattr(modeling_codegen, "CodeGenRotaryEmbedding")
     else {}
@@ -101,14 +102,7 @@ ROWS = [
     row("Mistral", "sliding window", "MistralConfig", GROUPED, sliding_window=WINDOW),
     row("Mixtral", "experts", "MixtralConfig", GROUPED, num_local_experts=4, sliding_window=None),
     row("Qwen2", "query, key and value biases", "Qwen2Config", GROUPED),
-    row(
-        "Qwen2-MoE",
-        "experts, one shared",
-        "Qwen2MoeConfig",
-        GROUPED,
-        EXPERTS,
-        shared_expert_intermediate_size=16,
-    ),
+    row("Qwen2-MoE", "experts, one shared", "Qwen2MoeConfig", GROUPED, EXPERTS_AND_ONE),
     row("Qwen3", "query and key norm", "Qwen3Config", WIDE),
     row("Qwen3-MoE", "query and key norm, experts", "Qwen3MoeConfig", WIDE, EXPERTS),
     row("Gemma", "one key head", "GemmaConfig", num_key_value_heads=1, head_dim=8, scale=0.15),
@@ -209,13 +203,7 @@ ROWS = [
     ),
     row("StarCoder2", "sliding window, biases", "Starcoder2Config", GROUPED, sliding_window=WINDOW),
     row("GPTBigCode", "multi-query, learned positions", "GPTBigCodeConfig"),
-    row(
-        "CodeGen",
-        "joint projections in four parts",
-        "CodeGenConfig",
-        rotary_dim=4,
-        refused=ROTARY_MOVED,
-    ),
+    row("CodeGen", "joint projections in four parts", "CodeGenConfig", rotary_dim=4, refused=MOVED),
     row(
         "GPT-OSS",
         "attention sinks, sliding and full layers, experts",
@@ -303,14 +291,16 @@ ROWS = [
 ALL: list[Architecture | Toy] = [*ROWS, *TOYS]
 # Models in which some layers have no attention. They have no cache of keys and values alone, from
 # which other tests of the matrix continue (tests/models/test_hybrids.py has their own).
-STATES: dict[str, Any] = {**GROUPED, "num_hidden_layers": 4}
+DEEP: dict[str, Any] = {**GROUPED, "num_hidden_layers": 4}
 DELTA: dict[str, Any] = {
-    **{**STATES, "head_dim": 8, "layer_types": ["linear_attention", "full_attention"] * 2},
+    **{**DEEP, "head_dim": 8, "layer_types": ["linear_attention", "full_attention"] * 2},
     **{"linear_num_key_heads": 2, "linear_key_head_dim": 8},
     **{"linear_num_value_heads": 2, "linear_value_head_dim": 8},
 }
-EXPERTS_AND_ONE: dict[str, Any] = {**EXPERTS, "shared_expert_intermediate_size": 16}
-SHORT: dict[str, Any] = {**STATES, "layer_types": ["conv", "full_attention"] * 2}
+MAMBA: dict[str, Any] = {
+    **{"mamba_n_heads": 4, "mamba_d_head": 16, "mamba_n_groups": 1},
+    **{"mamba_d_state": 8, "mamba_chunk_size": 16},
+}
 HYBRIDS = [
     row("Qwen3.5", "text only; gated delta nets in other layers", "Qwen3_5TextConfig", DELTA),
     row(
@@ -324,14 +314,15 @@ HYBRIDS = [
         "LFM2",
         "short convolutions in other layers",
         "Lfm2Config",
-        SHORT,
+        DEEP,
+        layer_types=["conv", "full_attention"] * 2,
         block_auto_adjust_ff_dim=False,
     ),
     row(
         "Jamba",
         "Mamba in other layers, no positions, experts",
         "JambaConfig",
-        STATES,
+        DEEP,
         attn_layer_period=2,
         attn_layer_offset=1,
         num_experts=4,
@@ -344,31 +335,16 @@ HYBRIDS = [
         "Granite 4",
         "Mamba 2 in other layers, no positions, experts",
         "GraniteMoeHybridConfig",
-        STATES,
+        DEEP,
+        MAMBA,
         layer_types=["mamba", "attention"] * 2,
         num_local_experts=4,
         num_experts_per_tok=2,
         shared_intermediate_size=16,
-        mamba_n_heads=4,
-        mamba_d_head=16,
-        mamba_n_groups=1,
-        mamba_d_state=8,
-        mamba_chunk_size=16,
         position_embedding_type="nope",
         attention_multiplier=0.3,
     ),
-    row(
-        "Bamba",
-        "Mamba 2 in other layers",
-        "BambaConfig",
-        STATES,
-        attn_layer_indices=[1, 3],
-        mamba_n_heads=4,
-        mamba_d_head=16,
-        mamba_n_groups=1,
-        mamba_d_state=8,
-        mamba_chunk_size=16,
-    ),
+    row("Bamba", "Mamba 2 in other layers", "BambaConfig", DEEP, MAMBA, attn_layer_indices=[1, 3]),
 ]
 BY_NAME = {row.name: row for row in [*ALL, *HYBRIDS]}
 # Their attention is left to transformers by a bridge, so that the package replaces its forward.

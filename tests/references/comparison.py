@@ -14,7 +14,6 @@ import torch
 from torch import Tensor
 
 import anchorlens as al
-from anchorlens.metrics.metric import Metric
 from tests.references import plain
 from tests.references.architectures import BY_NAME
 from tests.support.measures import centred, contributed, difference, logits_of
@@ -55,9 +54,7 @@ def tokenizer() -> Any:
 
 
 def batch_of(side: Any) -> al.PromptBatch:
-    (batch,) = al.build_prompts(
-        tokenizer(), TASK, DEMONSTRATIONS, QUERIES, batch_size=len(QUERIES), padding_side=side
-    )
+    [batch] = al.build_prompts(tokenizer(), TASK, DEMONSTRATIONS, QUERIES, padding_side=side)
     assert len(set(batch.attention_mask.sum(1).tolist())) > 2
     return batch
 
@@ -134,11 +131,8 @@ def reference_of(model: Any, batch: al.PromptBatch, dtype: torch.dtype) -> Refer
 def check_informative(expected: Reference) -> None:
     """Assert that attention is not near uniform or one-hot, and interventions change logits."""
     for layer in range(len(expected.observed[0].attention)):
-        patterns = [
-            observation.attention[layer, :, 8:].double() for observation in expected.observed
-        ]
         evenness = []
-        for pattern in patterns:
+        for pattern in (seen.attention[layer, :, 8:].double() for seen in expected.observed):
             keys = (pattern > 0).sum(-1)
             share = pattern / pattern.sum(-1, keepdim=True)
             entropy = torch.special.entr(share).sum(-1)
@@ -167,10 +161,8 @@ def layers_with_pattern(model: Any) -> list[int]:
 def ours(model: Any, batch: al.PromptBatch) -> dict[str, Any]:
     """Return the numbers of the package for a padded batch."""
     dtype = next(iter(model.parameters())).dtype
-    metrics: list[Metric] = [al.SaliencyFlows(), al.AttentionAUCROC()]
-    logits, (flows, attention) = contributed(
-        model, batch, *metrics, loss=al.losses.label_cross_entropy
-    )
+    metrics, loss = (al.SaliencyFlows(), al.AttentionAUCROC()), al.losses.label_cross_entropy
+    logits, (flows, attention) = contributed(model, batch, *metrics, loss=loss)
     able = layers_with_pattern(model)
     beta = torch.zeros(model.cfg.n_layers, model.cfg.n_heads, len(DEMONSTRATIONS), dtype=dtype)
     beta[able] = beta_of(len(able), model.cfg.n_heads, dtype)

@@ -23,6 +23,13 @@ SHARES = torch.tensor([[0.45, 0.3, 0.25], [0.3, 0.4, 0.3], [0.2, 0.45, 0.35]]).d
 Null = Callable[[Sequence[int], torch.Generator], al.Record]
 
 
+def jackknife(number: Callable[[Tensor], Tensor], rows: Tensor) -> Tensor:
+    """A number of prompts without its bias of first order, by leaving out each in turn."""
+    count = len(rows)
+    others = [number(rows[torch.arange(count) != each]) for each in range(count)]
+    return count * number(rows) - (count - 1) * torch.stack(others).mean(0)
+
+
 def normal(generator: torch.Generator, *shape: int) -> Tensor:
     return torch.randn(*shape, generator=generator, dtype=torch.double)
 
@@ -118,12 +125,7 @@ def isolation(sizes: Sequence[int], generator: torch.Generator, spread: float = 
 
 
 def gaps_of_words(
-    drawn: int,
-    words: int,
-    spread: float,
-    runs: int,
-    generator: torch.Generator,
-    effect: float = 0.0,
+    drawn: int, words: int, spread: float, runs: int, generator: Any, effect: float = 0.0
 ) -> list[tuple[float, float]]:
     """Intervals of ``label_gap`` where label words are like the other ``words``, but for an effect.
 
@@ -131,8 +133,7 @@ def gaps_of_words(
     """
     queries, draws, names = 200, 10, ("label_kept", "word_overlap", "kl")
     order = torch.rand(runs, draws, words, generator=generator).argsort(2)[..., :drawn] + drawn
-    labels = torch.arange(drawn).expand(runs, 1, -1)
-    chosen = torch.cat([labels, order], 1)
+    chosen = torch.cat([torch.arange(drawn).expand(runs, 1, -1), order], 1)
 
     def of_groups(of_words: Tensor) -> Tensor:
         index = chosen.flatten(1).expand(*of_words.shape[:-1], -1)
@@ -158,9 +159,8 @@ def attention(sizes: Sequence[int], generator: torch.Generator) -> al.Record:
     likes = 0.3 * normal(generator, len(sizes), CLASSES, 1) * (len(sizes) > 1)
     # The attention of prompts of a class differs between sets, by chance.
     tilt = torch.nn.functional.one_hot(predicted, CLASSES) * likes[ids, predicted]
-    scores = normal(generator, len(ids), 1, 1, CLASSES) + normal(
-        generator, len(ids), LAYERS, 1, CLASSES
-    )
+    common = normal(generator, len(ids), 1, 1, CLASSES)
+    scores = common + normal(generator, len(ids), LAYERS, 1, CLASSES)
     rows = {
         "attention": (scores + tilt[:, None, None]).exp(),
         "probabilities": torch.nn.functional.one_hot(predicted, CLASSES).double(),
@@ -199,14 +199,8 @@ NULLS: Mapping[str, tuple[Null, int]] = {
 }
 
 
-def judged(
-    result: Callable[..., al.Record],
-    rows: Mapping[str, Tensor],
-    ids: Tensor,
-    info: Mapping[str, Any] | None = None,
-    resamples: int = 100,
-) -> al.Record:
-    described = {"demonstration_sets": len(ids.unique()), **(info or {})}
+def judged(result: Any, rows: Any, ids: Tensor, info: Any = (), resamples: int = 100) -> al.Record:
+    described = {"demonstration_sets": len(ids.unique()), **dict(info)}
     if len(ids.unique()) > 1:
         resamples = min(resamples, 20)  # verdicts are by the numbers of the sets
     return with_intervals(result, rows, sets=ids, resamples=resamples, info=described)

@@ -208,18 +208,14 @@ class _Attention(TorchFunctionMode):
     with these axes is that of queries and keys, and the first after it that with the values.
     """
 
-    def __init__(
-        self, prompt: Prompt, *, cut: Tensor | None = None, factor: Tensor | None = None
-    ) -> None:
+    def __init__(self, prompt: Prompt, cut: Any = None, factor: Any = None) -> None:
         super().__init__()
         self.length, self.cut, self.factor = prompt.tokens.shape[1], cut, factor
         self.last: Any = None
         self.operands: list[tuple[Tensor, Tensor]] = []  # queries and keys of each layer
         self.outputs: list[Tensor] = []
 
-    def __torch_function__(
-        self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None
-    ) -> Any:
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs, n = kwargs or {}, self.length
         out = func(*args, **kwargs)
         if func in PRODUCTS:
@@ -264,11 +260,8 @@ def everything_in_float64() -> Iterator[None]:
 
 
 class _NoFloat32(TorchFunctionMode):
-    def __torch_function__(
-        self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None
-    ) -> Any:
-        if func is Tensor.float:
-            func = Tensor.double
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        func = Tensor.double if func is Tensor.float else func
         wide = lambda value: torch.float64 if value is torch.float32 else value  # noqa: E731
         options = {name: wide(value) for name, value in (kwargs or {}).items()}
         return func(*map(wide, args), **options)

@@ -70,11 +70,9 @@ def mean_states(
     point: str = "hook_resid_post",
 ) -> Tensor:
     """What each layer gives out [layer, position, ...]; positions are of (tokens, label words)."""
-    by_layer = []
+    prompts, by_layer = [*alone(batches)], []
     for name in (f"blocks.{layer}.{point}" for layer in range(model.cfg.n_layers)):
-        states = [
-            state_of(model, tokens, name)[positions(tokens, w)] for tokens, w, _ in alone(batches)
-        ]
+        states = [state_of(model, tokens, name)[positions(tokens, w)] for tokens, w, _ in prompts]
         by_layer.append(torch.stack(states).mean(0))
     return torch.stack(by_layer)
 

@@ -23,10 +23,10 @@ from anchorlens.passes.shortcuts import bytes_stored
 from anchorlens.runs import way as decision
 from anchorlens.system import row_pieces
 from tests.support.asked import ask
-from tests.support.found_anew import found_anew
 from tests.support.live import Live
 from tests.support.measures import assert_same, counted_layers, difference, hooks_on
 from tests.support.tiny_models import questions, tiny_gemma3, tiny_gpt2, tiny_llama
+from tests.support.unchanged import found_anew
 
 QUIET: dict[str, Any] = {"resamples": 0, "progress": False}
 METRICS: list[al.Metric] = [al.SaliencyFlows(), al.AnchorDistances(3), al.AttentionAUCROC()]

@@ -16,9 +16,9 @@ from anchorlens.passes import shared_prefix, shortcuts
 from anchorlens.passes.forward import run_pass, run_prefix
 from anchorlens.runs.way import shared_lengths, way_of
 from tests.support.asked import ask
-from tests.support.found_anew import found_anew
 from tests.support.measures import assert_same, is_shared
 from tests.support.tiny_models import questions
+from tests.support.unchanged import found_anew
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:some pairs of classes have no prompts", "ignore:in layers"),

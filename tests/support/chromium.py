@@ -56,9 +56,7 @@ def visited(
 def serious_violations(page: Any, contrast: bool = True) -> list[tuple[str, str]]:
     """Serious violations of accessibility that axe finds: the rule and the first element.
 
-    Args:
-        page: A page that is open.
-        contrast: Whether colours are compared too, which takes more than half of the time.
+    To compare colours too takes more than half of the time.
     """
     # Otherwise axe also describes the elements that pass, which doubles its time.
     options = {"resultTypes": ["violations"], "rules": {"color-contrast": {"enabled": contrast}}}

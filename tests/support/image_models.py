@@ -9,18 +9,12 @@ import transformers as hf
 from PIL import Image
 
 import anchorlens as al
+from tests.references.architecture_row import COMMON
 from tests.support.tiny_models import randomize, sentencepiece_like_tokenizer
 
 SIDE, PATCH = 8, 4  # pixels
 SQUARE = {"height": SIDE, "width": SIDE}
-TEXT: dict[str, Any] = {
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 3,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 1024,
-}
+TEXT = {**COMMON, "num_key_value_heads": 2, "max_position_embeddings": 1024}
 SIGHT: dict[str, Any] = {
     "hidden_size": 16,
     "intermediate_size": 24,
@@ -185,14 +179,11 @@ def place_in(processor: Any) -> str:
 
 def written(processor: Any, **options: Any) -> tuple[list[al.PromptBatch], list[list[Any]]]:
     """Three prompts of two demonstrations with an image each, as texts, and their images."""
-    task = al.Task(
-        f"See {place_in(processor)} and {{text}} ->{{label}}", labels=(" Human", " Location")
-    )
+    task = al.Task(f"See {place_in(processor)} and {{text}} ->{{label}}", (" Human", " Location"))
     demos = [al.Example("Who was he?", 0), al.Example("Where to?", 1)]
     queries = [
         al.Example("In which town was it?", 1),
-        al.Example("When?", 0),
-        al.Example("Who?", 0),
+        *(al.Example(q, 0) for q in ("When?", "Who?")),
     ]
     texts = al.build_prompts(processor.tokenizer, task, demos, queries, **options)
     shown = [picture(0), picture(1, 2 * SIDE, SIDE)]

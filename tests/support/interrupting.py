@@ -16,10 +16,7 @@ class Interrupting:
     Python looks for signals when a function of Python starts and when a function written in C
     returns; a profiler is called at the same moments, and the error is raised at the same
     instruction. The loops of these modules call functions, so that their turns add nothing.
-
-    Args:
-        modules: The modules whose functions are interrupted.
-        moments: How many moments pass before each interrupt.
+    ``moments`` says how many pass before each interrupt.
     """
 
     def __init__(self, modules: Sequence[ModuleType], moments: Sequence[int]) -> None:

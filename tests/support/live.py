@@ -12,11 +12,8 @@ from torch.utils._pytree import tree_leaves
 class Live(TorchDispatchMode):
     """Counts the bytes of tensors of at least ``size`` bytes, forward and backward.
 
-    Tensors that were ``given``, such as weights, do not count.
-
-    Attributes:
-        now: The bytes of tensors that were made inside and are still alive.
-        peak: The largest value of ``now`` so far.
+    Tensors that were ``given``, such as weights, do not count. ``now`` are the bytes of those that
+    were made inside and are still alive, and ``peak`` is its largest value so far.
     """
 
     def __init__(self, size: int, given: Iterable[torch.Tensor] = ()) -> None:

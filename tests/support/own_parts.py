@@ -40,9 +40,8 @@ class EveryRead(al.Metric):
             return (block.pattern * block.slope).abs().sum((2, 3))
 
         def store(embedded: Tensor, hook: Any) -> None:
-            found["embedded"] = (
-                (embedded * batch.attention_mask[..., None].to(embedded)).sum(1).cpu()
-            )
+            is_token = batch.attention_mask[..., None].to(embedded)
+            found["embedded"] = (embedded * is_token).sum(1).cpu()
 
         reads: dict[str, Any] = {
             "pattern": al.reads.At("pattern", al.edges.target, labels),
@@ -58,12 +57,10 @@ class EveryRead(al.Metric):
     def contributions(self, batch: al.PromptBatch, seen: al.reads.Seen) -> dict[str, Tensor]:
         embedded = seen["embedded"]["embedded"] if self.has_hooks else torch.zeros(len(batch), 1)
         return {
+            **{name: seen[name] for name in ("slope", "keys", "blocks")},
             "pattern": seen["pattern"][:, :, :, 0],
-            "slope": seen["slope"],
-            "keys": seen["keys"],
             "states": seen["states"][:, :, 0],
             "sums": seen["sums"][..., 0],
-            "blocks": seen["blocks"],
             "embedded": embedded.cpu(),
         }
 

@@ -31,11 +31,7 @@ LONG_LABELS = al.Task("In: {text}\nOut:{label}", labels=(" Table", " Window"))
 
 OF_THE_PAPER = [al.TASKS[name] for name in ("sst2", "trec", "agnews", "emo")]
 TEXTS = [
-    *(
-        f"{example.text}"
-        for name in ("sentiment", "questions")
-        for example in al.load_examples(name)
-    ),
+    *(example.text for name in ("sentiment", "questions") for example in al.load_examples(name)),
     *(task.template for task in OF_THE_PAPER),
 ] + [f"Answer{word}" for task in OF_THE_PAPER for word in task.labels for _ in range(20)]
 
@@ -107,15 +103,8 @@ def with_dropout(model: Any, share: float) -> Any:
 def tiny_gpt2(vocab_size: int, **changes: Any) -> GPT2LMHeadModel:
     """A model with learned positions and value biases."""
     sizes = {"n_layer": 3, "n_head": 2, "n_embd": 24, "n_positions": 512} | changes
-    config = GPT2Config(
-        vocab_size=vocab_size,
-        bos_token_id=0,
-        eos_token_id=0,
-        attn_pdrop=0.0,
-        embd_pdrop=0.0,
-        resid_pdrop=0.0,
-        **sizes,
-    )
+    options = dict.fromkeys(("attn_pdrop", "embd_pdrop", "resid_pdrop"), 0.0) | sizes
+    config = GPT2Config(vocab_size=vocab_size, bos_token_id=0, eos_token_id=0, **options)
     # With this seed it answers several words to different questions.
     return randomize(GPT2LMHeadModel(config), seed=76)
 

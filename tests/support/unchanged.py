@@ -3,6 +3,7 @@
 import random
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 from unittest.mock import patch
 
@@ -11,7 +12,7 @@ import torch
 from torch.overrides import _get_current_function_mode_stack
 from transformers import AttentionInterface, PreTrainedModel
 
-from anchorlens.models.facts import known_facts
+from anchorlens.models.facts import facts_of, known_facts
 from anchorlens.models.kinds import config_of, modules_of
 
 HOOKS = (
@@ -80,7 +81,7 @@ def everything_of(model: Any) -> dict[str, Any]:
 
 
 @contextmanager
-def models_made_without_global_draws() -> Iterator[None]:
+def without_global_draws() -> Iterator[None]:
     """Restore the random state after each transformers model that is made inside."""
     begin, end = PreTrainedModel.__init__, PreTrainedModel.post_init
 
@@ -98,3 +99,14 @@ def models_made_without_global_draws() -> Iterator[None]:
         patch.object(PreTrainedModel, "post_init", end_and_restore),
     ):
         yield
+
+
+@contextmanager
+def found_anew(model: Any) -> Iterator[None]:
+    """Inside, facts of a model are found again, as where a test makes the model lie."""
+    facts = facts_of(model)
+    known_facts[model] = replace(facts, found={}, parts={})
+    try:
+        yield
+    finally:
+        known_facts[model] = facts
