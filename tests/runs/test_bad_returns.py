@@ -218,6 +218,16 @@ ROWS: dict[str, Any] = {
     "table": reported("table"),
     "answer": reported("answer"),
 }
+
+
+def ended() -> Any:
+    """Reads an iterator beyond its end."""
+    return next(iter(()))
+
+
+LINE = ended.__code__.co_firstlineno + 2
+ENDED = re.compile(rf"ended \(.*test_bad_returns\.py, line {LINE}\) raised StopIteration")
+
 WRONG: dict[str, Callable[[], Any]] = {
     "None": lambda: None,
     "text": lambda: "text",
@@ -226,8 +236,10 @@ WRONG: dict[str, Callable[[], Any]] = {
     "complex": lambda: torch.tensor([[[[[[1.0, 2.0]]]]]]).to(torch.complex64),
     "meta": lambda: torch.ones(2, device="meta"),
     "sparse": lambda: torch.ones(2, 2).to_sparse(),
+    "ended": ended,
 }
 MAY_BE_NONE = ("a hook", "answer")  # it changes nothing, or says nothing
+NOT_NAMED = ("once", "info of once", "optimizer")
 
 
 @pytest.mark.slow_cases("many passes", "size")
@@ -242,8 +254,25 @@ def test_what_does_not_fit_raises_an_error_of_the_package(
             continue
         with pytest.raises(AnchorlensError) as error:
             call(gpt2, batches, lambda *_, **__: wrong(), **path)  # noqa: B023
+        if wrong is ended and name not in NOT_NAMED:
+            assert ENDED.search(str(error.value)), name
         # A run names errors that are none of the package by their type.
         assert not re.search(r"no result for \w+: \w*Error: ", str(error.value)), (name, kind)
+
+
+class Later(torch.optim.SGD):
+    """An optimizer that ends after the trial of a training, which is of one number."""
+
+    def step(self, closure: Any = None) -> Any:
+        return ended() if self.param_groups[0]["params"][0].numel() > 1 else None
+
+
+def test_a_step_whose_iterator_ended_is_named(gpt2: Any) -> None:
+    first, second = questions(gpt2, 2, batch_size=1)
+    training = al.contexts.Training(steps=1, optimizer=Later, progress=False)
+    with pytest.raises(AnchorlensError, match=ENDED):
+        al.train_prefix(gpt2, [first], training, held_out=[second], length=2)
+    assert torch.is_grad_enabled()
 
 
 def test_what_users_build_has_the_types_of_its_fields(gpt2: Any) -> None:

@@ -13,6 +13,7 @@ from torch import Tensor
 import anchorlens as al
 from anchorlens.errors import HookError, MetricError, PromptError, RunError
 from anchorlens.models.hooked import pattern_name
+from tests.support.asked import ask
 from tests.support.measures import assert_same, is_shared
 from tests.support.rotary_models import rotating
 from tests.support.tiny_models import questions
@@ -169,10 +170,9 @@ def test_a_hook_of_a_metric_may_not_change_values(gpt2: Any, checkpoint: bool) -
 )
 def test_losses_without_a_graph_or_with_nan_are_refused(gpt2: Any, loss: Any, message: str) -> None:
     options: dict[str, Any] = {"loss": loss, **QUIET}
-    for checkpoints in (False, True):
+    for on in (False, True):
         with pytest.raises(MetricError, match=message):
-            options["gradient_checkpointing"] = checkpoints
-            al.run(gpt2, questions(gpt2, 1), [al.SaliencyFlows()], **options)
+            ask(gpt2, questions(gpt2, 1), al.SaliencyFlows(), gradient_checkpointing=on, **options)
 
 
 def test_hooks_without_a_hash_share_demonstrations_in_inference_mode(gpt2: Any) -> None:
@@ -184,8 +184,7 @@ def test_hooks_without_a_hash_share_demonstrations_in_inference_mode(gpt2: Any) 
             return al.isolate_labels(gpt2, batch, self.layers)
 
     def flows() -> al.Record:
-        asked = [al.SaliencyFlows()]
-        return al.run(gpt2, questions(gpt2, 3), asked, hooks=Change([0]), **QUIET)["saliency_flows"]
+        return ask(gpt2, questions(gpt2, 3), al.SaliencyFlows(), hooks=Change([0]), **QUIET)
 
     with torch.inference_mode():
         inside = flows()
@@ -234,26 +233,21 @@ class Editor(al.Metric):
         return MeanRecord(mean=rows["v"].mean())
 
 
-def multiply(tensor: Tensor) -> None:
-    tensor.mul_(0.5)
-
-
-def clear_data(tensor: Tensor) -> None:
-    tensor.data.zero_()
-
-
-def fill_with_nan(tensor: Tensor) -> None:
-    tensor.data.fill_(torch.nan)
+EDITS: dict[str, Callable[[Tensor], Any]] = {
+    "multiply": lambda tensor: tensor.mul_(0.5),
+    "clear": lambda tensor: tensor.data.zero_(),
+    "fill": lambda tensor: tensor.data.fill_(torch.nan),
+}
 
 
 @pytest.mark.every_kind
 @pytest.mark.parametrize("checkpoint", [False, True])
 @pytest.mark.parametrize("where", ["hooks", "backward_hooks", "blocks", "slopes"])
-@pytest.mark.parametrize("edit", [multiply, clear_data, fill_with_nan])
+@pytest.mark.parametrize("edit", EDITS)
 def test_an_edit_in_place_is_an_error_that_names_the_metric(
-    gpt2: Any, where: str, edit: Any, checkpoint: bool
+    gpt2: Any, where: str, edit: str, checkpoint: bool
 ) -> None:
-    metrics = [Editor(edit, where), *OTHERS]
+    metrics = [Editor(EDITS[edit], where), *OTHERS]
     with pytest.raises(HookError, match=r"metric 'editor' changed .* in place"):
         al.run(gpt2, questions(gpt2, 3), metrics, gradient_checkpointing=checkpoint, **QUIET)
 
@@ -274,17 +268,18 @@ def test_a_weight_that_looks_like_one_of_the_package_is_watched(gpt2: Any, marke
 @pytest.mark.quick_cases("many passes", "False", "multiply", "rows")
 @pytest.mark.every_kind
 @pytest.mark.filterwarnings("ignore:in 1 of 1 sets")
-@pytest.mark.parametrize("edit", [multiply, clear_data])
+@pytest.mark.parametrize("edit", ["multiply", "clear"])
 @pytest.mark.parametrize("where", ["rows", "numbers"])
 @pytest.mark.parametrize("changed", [False, True])
 def test_a_metric_that_edits_what_it_sees_does_not_change_other_results(
-    gpt2: Any, edit: Any, where: str, changed: bool
+    gpt2: Any, edit: str, where: str, changed: bool
 ) -> None:
     batches = questions(gpt2, 6, batch_size=2)
     hooks = (lambda batch: al.isolate_labels(gpt2, batch, 0)) if changed else None
     others = [*OTHERS, al.Loyalty()] if changed else OTHERS
     expected = al.run(gpt2, batches, others, hooks=hooks, **QUIET)
-    results = al.run(gpt2, batches, [Editor(edit, where), *others], hooks=hooks, **QUIET)
+    asked = [Editor(EDITS[edit], where), *others]
+    results = al.run(gpt2, batches, asked, hooks=hooks, **QUIET)
     for name, record in expected.items():
         assert_same(results[name], record)
 

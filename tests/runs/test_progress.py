@@ -24,9 +24,8 @@ class RecordedBar(Bar):
         RecordedBar.bars.append(self)
 
     def update(self, n: float | None = 1) -> bool | None:
-        shown = super().update(n)
-        self.done.append(int(self.n))
-        return shown
+        self.done.append(int(self.n + (n or 0)))
+        return super().update(n)
 
 
 @pytest.fixture(autouse=True)
@@ -72,11 +71,6 @@ def test_stored_prompts_are_done_and_take_no_time(gpt2: Any, tmp_path: Path) -> 
     assert (bar.initial, bar.done, bar.total) == (5, [], 5)
 
 
-def shown(bar: Bar) -> str:
-    """What the bar says of all work."""
-    return str(bar.postfix or "").partition("all: ")[2]
-
-
 def test_each_bar_says_how_long_all_steps_take(
     monkeypatch: pytest.MonkeyPatch, capsys: Any
 ) -> None:
@@ -87,7 +81,7 @@ def test_each_bar_says_how_long_all_steps_take(
     def update(bar: Bar, seconds: float, count: int) -> str:
         clock[0] += seconds
         bar.update(count)
-        return shown(bar)
+        return str(bar.postfix or "").partition("all: ")[2]
 
     with planned({"a": 10, "b": 20, "later": 10}):
         with step("a"), planned({"model": 4, "cuts": 16}):
