@@ -25,11 +25,10 @@ from anchorlens.system import row_pieces
 from tests.support.asked import ask
 from tests.support.found_anew import found_anew
 from tests.support.live import Live
-from tests.support.measures import assert_same, counted_layers, difference, hooks_on
+from tests.support.measures import counted_layers, difference, hooks_on
 from tests.support.tiny_models import questions, tiny_gemma3, tiny_gpt2, tiny_llama
 
 QUIET: dict[str, Any] = {"resamples": 0, "progress": False}
-METRICS: list[al.Metric] = [al.SaliencyFlows(), al.AnchorDistances(3), al.AttentionAUCROC()]
 
 
 @pytest.fixture
@@ -109,23 +108,11 @@ def test_a_single_prompt_runs_as_a_prefix_and_its_query(gpt2: Any) -> None:
 
 @pytest.mark.slow("many passes")
 @pytest.mark.every_kind
-def test_what_is_fused_depends_on_the_kind_of_model(
-    gpt2: Any, kind_of_model: str, fuse: Callable[[], None]
-) -> None:
-    batches = questions(gpt2, 9)
-
-    def records() -> dict[str, al.Record]:
-        isolation = al.EdgeSweep.isolation({"first": al.Site([0, 1])}, draws=2)
-        alone = ask(gpt2, batches, isolation, **QUIET)
-        return {"alone": alone, **al.run(gpt2, batches, [*METRICS, isolation], **QUIET)}
-
-    expected, before = records(), forwards_of(gpt2)
-    fuse()
-    ours = records()
-    fused = ours["saliency_flows"].info.get("attention", "").startswith("fused: ")
-    assert fused == (kind_of_model != "processed")
-    for name, record in ours.items():
-        assert_same(record, expected[name], 1e-4)
+@pytest.mark.usefixtures("small")
+def test_what_is_fused_depends_on_the_kind_of_model(gpt2: Any, kind_of_model: str) -> None:
+    before = forwards_of(gpt2)
+    info = ask(gpt2, questions(gpt2, 3), al.SaliencyFlows(), **QUIET).info
+    assert info.get("attention", "").startswith("fused: ") == (kind_of_model != "processed")
     assert forwards_of(gpt2) == before
 
 
@@ -278,26 +265,6 @@ def test_stored_bytes_are_those_alive_before_the_backward_pass(
     assert 0.9 * at_loss[0] < estimate < at_loss[0]
 
 
-@pytest.mark.slow("many passes")
-@pytest.mark.parametrize("free", [10**4, 10**12])
-def test_blocks_are_checkpointed_if_little_is_free(
-    free: int, hooked: Any, byte_level: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    model = hooked(tiny_llama(len(byte_level)).double(), byte_level)
-    batches = questions(model, 3)
-    metrics: list[al.Metric] = [al.SaliencyFlows(), al.Accuracy()]
-    expected = al.run(model, batches, metrics, **QUIET)["saliency_flows"]
-    monkeypatch.setattr(decision, "LARGE", 0)
-    monkeypatch.setattr(decision, "free_for_layers", lambda devices: free)
-    ours = al.run(model, batches, metrics, **QUIET)["saliency_flows"]
-    assert_same(ours, expected, 1e-5)
-    is_little = free == 10**4
-    said = "; blocks are checkpointed, because a prompt would store "
-    assert (said in ours.info["attention"]) == is_little
-    assert ours.info["attention"].endswith(" MiB and 0.0 MiB are free") == is_little
-    assert ours.info["attention"].startswith("fused: ")
-
-
 @pytest.mark.usefixtures("little")
 def test_passes_without_a_gradient_store_nothing(gpt2: Any) -> None:
     info = al.run(gpt2, questions(gpt2, 3), [al.Accuracy()], **QUIET)["accuracy"].info
@@ -309,8 +276,10 @@ def test_blocks_run_again_for_the_gradient_of_a_long_prompt(gpt2: Any) -> None:
     batches, asked = questions(gpt2, 1), [al.SaliencyFlows()]
     al.run(gpt2, batches, asked, **QUIET)  # which finds what the model allows
     with counted_layers(gpt2) as calls:
-        al.run(gpt2, batches, asked, **QUIET)
+        info = al.run(gpt2, batches, asked, **QUIET)["saliency_flows"].info
     assert calls == [2] * gpt2.cfg.n_layers
+    assert "; blocks are checkpointed, because a prompt would store " in info["attention"]
+    assert info["attention"].endswith(" MiB and 0.0 MiB are free")
 
 
 @pytest.fixture
