@@ -14,7 +14,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from torch import Tensor
 
 import anchorlens as al
 from anchorlens.errors import ModelError
@@ -64,7 +63,7 @@ def calls_here(s: Scene) -> Iterator[tuple[str, Callable[[], Any]]]:
             metric = public()[name](weight=of_module[weight])
             yield f"{name} of {weight}", partial(s.run, metric)
 
-    def numbers(figure: Any) -> list[Tensor]:
+    def numbers(figure: Any) -> list[torch.Tensor]:
         drawn = [
             np.asarray(trace[axis])
             for trace in figure.data
@@ -93,7 +92,6 @@ def calls_here(s: Scene) -> Iterator[tuple[str, Callable[[], Any]]]:
 
 
 def kinds_of(parent: type) -> set[str]:
-    """The public classes that inherit from a public class."""
     classes = {name: value for name, value in public().items() if inspect.isclass(value)}
     return {
         name
@@ -103,12 +101,10 @@ def kinds_of(parent: type) -> set[str]:
 
 
 def metrics() -> set[str]:
-    """The public classes of metrics."""
     return kinds_of(al.Metric)
 
 
 def weights() -> set[str]:
-    """The public weights of edges."""
     of_module = {name: value for name, value in vars(al.weights).items() if name[0] != "_"}
     return {
         name
@@ -185,7 +181,7 @@ def test_a_folded_model_gives_the_same_numbers_or_is_refused(
     assert "effect of a context" in refused
 
 
-def why_not_the_same(ours: dict[str, Tensor], theirs: dict[str, Tensor]) -> str:
+def why_not_the_same(ours: dict[str, torch.Tensor], theirs: dict[str, torch.Tensor]) -> str:
     """The number that differs by more than 1e-5 of its field, or of 1 (a KL may be small)."""
     if ours.keys() != theirs.keys():
         return f"other fields {sorted(ours.keys() ^ theirs.keys())}"

@@ -1,7 +1,6 @@
 """In bfloat16 and float16 logits are those of the last state times the unembedding in float32."""
 
 import copy
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -44,7 +43,7 @@ def test_logits_are_those_of_an_unembedding_in_float32(
     model = al.load_model(copy.deepcopy(weights), tokenizer=byte_level)
     batches = questions(model, 2, batch_size=1)
     expected = torch.cat([by_transformers(weights, batch) for batch in batches])
-    hooks: list[Callable[..., Any] | None] = [None, lambda batch: [("unembed.hook_in", print_none)]]
+    hooks: list[Any | None] = [None, lambda batch: [("unembed.hook_in", print_none)]]
     for change in hooks:  # natively, and with hooks, after which all positions are unembedded
         logits = al.target_logits(model, batches, hooks=change, progress=False)
         torch.testing.assert_close(

@@ -1,7 +1,6 @@
 """Gradient checkpoints give the same numbers, call each hook once, and hold one layer at a time."""
 
 from collections import Counter
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -58,7 +57,7 @@ def whole_prompts(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(way, "shared_lengths", lambda *of: {})
 
 
-def isolated(model: Any) -> Callable[[al.PromptBatch], Any]:
+def isolated(model: Any) -> Any:
     return lambda batch: al.isolate_labels(model, batch, [0, 2])
 
 

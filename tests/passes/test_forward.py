@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 
 import anchorlens as al
-from anchorlens.errors import MetricError, ModelError
 from anchorlens.models.hooked import Hook, pattern_name
 from anchorlens.passes.forward import run_pass
 from tests.support.asked import ask
@@ -51,10 +50,11 @@ def unchanged(model: Any) -> Iterator[None]:
             assert parameter.grad is None or (parameter.grad == 0.5).all()
 
 
-def failing(name: str) -> list[Hook]:
-    def fail(tensor: Tensor, hook: Any) -> Tensor:
-        raise RuntimeError("in the middle")
+def fail(tensor: Any, hook: Any) -> Tensor:
+    raise RuntimeError("in the middle")
 
+
+def failing(name: str) -> list[Hook]:
     return [(name, fail)]
 
 
@@ -129,9 +129,6 @@ def test_no_trace_is_left_after_an_exception(gpt2: Any) -> None:
 
 @pytest.mark.changes_model
 def test_no_trace_is_left_after_an_exception_in_the_model(gpt2: Any) -> None:
-    def fail(module: Any, inputs: Any) -> None:
-        raise RuntimeError("in the middle")
-
     batch = batch_of(gpt2)
     gpt2.blocks[2].mlp.register_forward_pre_hook(fail)
     al.prepare_model(gpt2)  # this calls no hook of the user
@@ -186,14 +183,14 @@ def test_a_loss_of_a_prompt_that_depends_on_other_prompts_is_refused(gpt2: Any, 
         lambda: al.saliency(gpt2, batch, loss=loss, weight=al.weights.signed, per_head=True),
     ]
     for call in calls:
-        with pytest.raises(MetricError, match=message):
+        with pytest.raises(al.errors.MetricError, match=message):
             call()
 
 
 def test_a_loss_that_is_the_same_whatever_the_logits_are_is_refused(gpt2: Any) -> None:
     alone, other = batch_of(gpt2).prompt(0), batch_of(gpt2).prompt(0)
     for batches in ([alone], [alone, other]):
-        with pytest.raises(MetricError, match="the loss minus_mean has no gradient"):
+        with pytest.raises(al.errors.MetricError, match="the loss minus_mean has no gradient"):
             al.run(gpt2, batches, METRICS[:1], loss=minus_mean, progress=False)
 
     def hinge(logits: Tensor, batch: al.PromptBatch) -> Tensor:
@@ -217,5 +214,5 @@ def test_the_error_for_logits_that_are_not_finite_names_their_source(
 ) -> None:
     spoil: list[Hook] = [(name, lambda x, hook: x * float("nan"))]
     message = rf"not finite .* what {where} gives out; .*dtype=torch\.float32"
-    with pytest.raises(ModelError, match=message):
+    with pytest.raises(al.errors.ModelError, match=message):
         run_pass(gpt2, batch_of(gpt2), hooks=spoil)

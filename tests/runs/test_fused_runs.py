@@ -6,12 +6,8 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
-from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
-from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 import anchorlens as al
-from anchorlens.errors import HookError, ModelError
 from anchorlens.models import replaced_attention
 from anchorlens.models.kinds import modules_of
 from anchorlens.models.model_state import frozen_in_eval_mode
@@ -22,6 +18,8 @@ from anchorlens.passes.fused_attention import fused_attention, run_fused
 from anchorlens.passes.shortcuts import bytes_stored
 from anchorlens.runs import way as decision
 from anchorlens.system import row_pieces
+from tests.models.test_interrupts import registered
+from tests.passes.test_lengths import LargestTensor
 from tests.support.asked import ask
 from tests.support.found_anew import found_anew
 from tests.support.live import Live
@@ -51,13 +49,7 @@ def implementation_of(model: Any) -> str:
     return str(model.original_model.config._attn_implementation)
 
 
-def registered() -> list[str]:
-    """What transformers can compute attention and masks with."""
-    return [*ALL_ATTENTION_FUNCTIONS, *ALL_MASK_ATTENTION_FUNCTIONS]
-
-
 def forwards_of(model: Any) -> list[Any]:
-    """The methods of modules that were replaced."""
     names = ("forward", *replaced_attention._STEPS)
     return [vars(module).get(name) for module in modules_of(model) for name in names]
 
@@ -137,24 +129,6 @@ def test_other_numbers_are_found(gpt2: Any, monkeypatch: pytest.MonkeyPatch) -> 
     assert implementation_of(gpt2) == "eager"
 
 
-def largest_tensor(run: Any) -> int:
-    """Elements of the largest storage that is made while ``run`` runs."""
-    sizes: list[int] = []
-
-    class Sizes(TorchDispatchMode):
-        def __torch_dispatch__(
-            self, func: Any, types: Any, args: Any = (), kwargs: Any = None
-        ) -> Any:
-            output = func(*args, **(kwargs or {}))
-            if isinstance(output, Tensor):  # a view has the storage of another tensor
-                sizes.append(output.untyped_storage().nbytes() // output.itemsize)
-            return output
-
-    with Sizes():
-        run()
-    return max(sizes)
-
-
 @pytest.mark.quick_cases("many passes", "gpt2")
 @pytest.mark.parametrize("name", ["gpt2", "gemma3"])  # with windows
 @pytest.mark.parametrize("what", ["segments", "flows", "isolation"])
@@ -176,7 +150,9 @@ def test_no_tensor_is_as_large_as_a_pattern(
         ),
     }[what]
     # A trial forms the patterns of a few tokens. A table of edges would have length^2 elements.
-    assert largest_tensor(call) < length**2 * 0.75
+    with LargestTensor() as largest:
+        call()
+    assert largest.elements < length**2 * 0.75
 
 
 @pytest.mark.usefixtures("small")
@@ -187,12 +163,12 @@ def test_an_error_leaves_no_trace(gpt2: Any) -> None:
     def edits(pattern: Tensor, gradient: Tensor) -> Tensor:
         return pattern.mul_(2).sum(1)
 
-    with pytest.raises(HookError, match="metric 'edits' changed A or dL/dA in place"):
+    with pytest.raises(al.errors.HookError, match="metric 'edits' changed A or dL/dA in place"):
         al.run(gpt2, [batch], [al.SaliencyFlows(weight=edits, name="edits")], **QUIET)
     assert (hooks_on(gpt2), forwards_of(gpt2), registered()) == before
     assert implementation_of(gpt2) == "eager"
     after = al.isolate_labels(gpt2, batch, al.Site(0, renormalize=False))
-    with pytest.raises(ModelError, match="does not cut edges of the scores"):
+    with pytest.raises(al.errors.ModelError, match="does not cut edges of the scores"):
         fused_attention(gpt2, hooks=after)
 
 

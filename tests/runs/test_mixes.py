@@ -1,8 +1,8 @@
-"""Different batches and metrics in one run give the numbers that they give alone, or an error."""
+"""Different batches and metrics give in one run the numbers that they give alone, or an error."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from functools import wraps
+from functools import partial, wraps
 from typing import Any, ClassVar
 
 import pytest
@@ -13,11 +13,13 @@ from torch import Tensor
 import anchorlens as al
 from anchorlens.errors import HookError, MetricError, PromptError, RunError
 from anchorlens.models.hooked import pattern_name
+from anchorlens.passes.forward import run_pass
 from tests.support.asked import ask
 from tests.support.measures import assert_same, is_shared
 from tests.support.rotary_models import rotating
 from tests.support.stored_runs import Logits
 from tests.support.tiny_models import questions
+from tests.support.trained_contexts import train_reweighting
 
 QUIET: dict[str, Any] = {"resamples": 0, "progress": False}
 
@@ -198,8 +200,6 @@ OTHERS: list[al.Metric] = [al.SaliencyFlows(), al.AttentionAUCROC(), al.Accuracy
 
 @dataclass(frozen=True)
 class Editor(al.Metric):
-    """A metric that edits what it is given."""
-
     edit: Callable[[Tensor], Any]
     where: str
     name: ClassVar[str] = "editor"
@@ -334,9 +334,29 @@ def test_batches_of_several_calls_may_be_joined(gpt2: Any) -> None:
         torch.testing.assert_close(joined, torch.cat(alone), rtol=0, atol=1e-6 * largest)
 
 
-def test_metrics_see_the_changed_pattern(gpt2: Any) -> None:
-    options: dict[str, Any] = {"hooks": lambda b: al.block_edges(gpt2, b, al.edges.pq, range(2))}
-    asked = [al.SaliencyFlows()]
-    flows = al.run(gpt2, questions(gpt2, 4), asked, **options, **QUIET)["saliency_flows"]
-    # A cut edge has the pattern 0, and therefore no saliency; layer 2 has all its edges.
-    assert not flows.per_prompt[:, :2, 1].any() and flows.per_prompt[:, 2, 1].all()
+def test_a_beta_is_below_infinity_and_may_be_minus_infinity(gpt2: Any) -> None:
+    (batch,) = questions(gpt2, 2)
+    shape = (gpt2.cfg.n_layers, gpt2.cfg.n_heads, batch.label_positions.shape[1])
+    for value in (float("nan"), float("inf")):
+        with pytest.raises(HookError, match="beta must be numbers below infinity"):
+            train_reweighting(gpt2, [batch], steps=1, start=torch.full(shape, value))
+    logits, by_hand, clean = (  # the second is as good as 0
+        run_pass(gpt2, batch, hooks=al.reweight_anchors(gpt2, batch, torch.full(shape, beta)))
+        for beta in (-float("inf"), -80.0, 0.0)
+    )
+    assert torch.equal(logits, by_hand) and not torch.equal(logits, clean)
+
+
+class Falsy(list[Any]):
+    """A user's hooks that are a list and a function. The list is empty and counts as False."""
+
+    def __call__(self, batch: al.PromptBatch) -> list[Any]:
+        return [("blocks.0.attn.hook_pattern", lambda tensor, hook: tensor * 0.5)]
+
+
+def test_hooks_that_count_as_false_act(gpt2: Any) -> None:
+    batches = questions(gpt2, 2)
+    plain = partial(al.run, gpt2, batches, [al.Loyalty()], progress=False, resamples=0)
+    assert float(plain(hooks=Falsy())["loyalty"].kl) > 0
+    logits = partial(al.target_logits, gpt2, batches, progress=False)
+    assert not torch.equal(logits(hooks=Falsy()), logits())

@@ -3,8 +3,6 @@
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import partial
-from pathlib import Path
 from typing import Any, ClassVar
 
 import pytest
@@ -158,70 +156,37 @@ def test_mistakes_in_an_experiment_are_errors(gpt2: Any) -> None:
             study.collect(of_batch)
 
 
-@dataclass(frozen=True)
-class GradientSum(al.Metric):
-    """The sum of the gradient at a hook point: of all tokens, or at the target alone."""
-
-    point: str
-    in_prefix: bool
-    name: str = "gradient"
-
-    def reads(self, batch: al.PromptBatch) -> al.reads.Reads:
-        sums = list[torch.Tensor]()
-        return {"sums": al.reads.Hooks(sums, (), [(self.point, partial(self.add, batch, sums))])}
-
-    def add(
-        self, batch: al.PromptBatch, sums: list[torch.Tensor], gradient: torch.Tensor, hook: Any
-    ) -> None:
-        if not self.in_prefix:
-            gradient = gradient[torch.arange(len(batch)), batch.target_rows]
-        sums.append(gradient.flatten(1).abs().sum(1).cpu().double())
-
-    def contributions(self, batch: al.PromptBatch, seen: al.reads.Seen) -> dict[str, torch.Tensor]:
-        return {"sum": seen["sums"][0]}
-
-    def result(self, rows: Any) -> al.records.AccuracyRecord:
-        return al.records.AccuracyRecord(accuracy=rows["sum"].mean(), correct=rows["sum"])
-
-
 @pytest.mark.every_kind
 @pytest.mark.filterwarnings("ignore:Full backward hook is firing")
-@pytest.mark.parametrize("in_prefix", [True, False])
 @pytest.mark.parametrize("point", ["blocks.1.attn.hook_q", "blocks.0.hook_resid_pre"])
-def test_gradients_at_every_hook_point_equal_those_of_whole_prompts(
-    gpt2: Any, point: str, in_prefix: bool
-) -> None:
+def test_gradients_after_shared_tokens_equal_those_of_whole_prompts(gpt2: Any, point: str) -> None:
     """A bridge calls hook_q with a copy: after a cached prefix its gradient was 0."""
     (batch,) = batches = questions(gpt2, 4)
-    metric = GradientSum(point, in_prefix)
-    ours, whole = (
-        al.run(gpt2, batches, [metric], share_prefix=share, **QUIET)["gradient"]
-        for share in (True, False)
-    )
-    assert not is_shared(ours)
-    assert whole.correct.min() > 0
-    assert difference(ours.correct, whole.correct) < 1e-5
-    if in_prefix:  # no metric gets gradients at a hook point of shared tokens
-        return
     after, _ = after_shared(batch, shared_lengths(batches, None))
     assert after.first_query > 0
-    sums = list[torch.Tensor]()
-    with frozen_in_eval_mode(gpt2):
-        run_pass(
-            gpt2,
-            after,
-            prefix=run_prefix(gpt2, shared_tokens(after)),
-            backward_hooks=[(point, partial(metric.add, after, sums))],
-            loss=al.losses.label_cross_entropy,
-        )
-    order = batch.index.argsort()
-    assert difference(sums[0][order], whole.correct) < 1e-5
+
+    def sums(of: al.PromptBatch, prefix: Any = None) -> torch.Tensor:
+        """Of the gradient at the target, in the order of the queries."""
+        found = list[torch.Tensor]()
+        hook = (point, lambda gradient, hook: found.append(gradient.detach()))
+        with frozen_in_eval_mode(gpt2):
+            run_pass(
+                gpt2,
+                of,
+                prefix=prefix,
+                backward_hooks=[hook],
+                loss=al.losses.label_cross_entropy,
+            )
+        at_target = found[0][torch.arange(len(of)), of.target_rows]
+        return at_target.flatten(1).abs().sum(1)[of.index.argsort()]
+
+    whole = sums(batch)
+    assert whole.min() > 0
+    assert difference(sums(after, run_prefix(gpt2, shared_tokens(after))), whole) < 1e-5
 
 
 @pytest.mark.parametrize("name", ["prompts", "weights", "torch"])
-def test_settings_cannot_have_names_of_the_fingerprint(
-    gpt2: Any, tmp_path: Path, name: str
-) -> None:
+def test_settings_cannot_have_names_of_the_fingerprint(gpt2: Any, tmp_path: Any, name: str) -> None:
     """They would replace entries of the fingerprint, such as the digest of the prompts."""
     study = Study(gpt2, questions(gpt2, 4), {name: "trec"}, folder=tmp_path, **QUIET)
     with study, pytest.raises(StoreError, match=f"settings cannot be named {name}"):
@@ -229,7 +194,7 @@ def test_settings_cannot_have_names_of_the_fingerprint(
     assert not list(tmp_path.iterdir())
 
 
-def test_an_experiment_of_the_user_whose_code_changed_is_refused(gpt2: Any, tmp_path: Path) -> None:
+def test_an_experiment_of_the_user_whose_code_changed_is_refused(gpt2: Any, tmp_path: Any) -> None:
     """Its options are the same, and so are the rows of the first batch."""
     batches = questions(gpt2, count=2, batch_size=1)
 
@@ -247,7 +212,7 @@ def test_an_experiment_of_the_user_whose_code_changed_is_refused(gpt2: Any, tmp_
         collected(2.0)
 
 
-def test_a_folder_holds_one_collection(gpt2: Any, tmp_path: Path) -> None:
+def test_a_folder_holds_one_collection(gpt2: Any, tmp_path: Any) -> None:
     with Study(gpt2, questions(gpt2, 4, batch_size=2), {}, folder=tmp_path, **QUIET) as study:
         study.collect(lambda batch: {"x": torch.zeros(len(batch))})
         with pytest.raises(StoreError, match="has collected already"):

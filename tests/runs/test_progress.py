@@ -1,6 +1,5 @@
 """The bar of a run counts prompts, stored ones are done before it begins, and steps have names."""
 
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -34,8 +33,7 @@ def recorded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(study, "Bar", RecordedBar)
 
 
-def bar_of(model: Any, metric: Any, folder: Path | None = None) -> RecordedBar:
-    """The bar of a run over batches of 2, 2 and 1 prompts."""
+def bar_of(model: Any, metric: Any, folder: Any | None = None) -> RecordedBar:
     batches = questions(model, 5, batch_size=2)
     al.run(model, batches, [metric], folder=folder, resamples=0)
     return RecordedBar.bars.pop()
@@ -56,7 +54,7 @@ def test_long_prompts_run_and_count_one_at_a_time(
 
 
 @pytest.mark.slow("many passes")
-def test_stored_prompts_are_done_and_take_no_time(gpt2: Any, tmp_path: Path) -> None:
+def test_stored_prompts_are_done_and_take_no_time(gpt2: Any, tmp_path: Any) -> None:
     with pytest.raises(Killed):
         bar_of(gpt2, Logits(dies_in=2), tmp_path)
     assert RecordedBar.bars.pop().done == [2, 4]

@@ -23,18 +23,14 @@ LOSS = al.losses.label_cross_entropy
 Change = Callable[[Any, al.PromptBatch], Any]
 
 
-class Watching(al.Accuracy):
-    """Observes with a hook of its own."""
+def watching(point: str) -> al.Question:
+    """A metric that observes with a hook of its own."""
 
-    def reads(self, batch: al.PromptBatch) -> al.reads.Reads:
-        return {"none": al.reads.Hooks({}, [("hook_embed", lambda embedded, hook: None)])}
+    class Watching(al.Accuracy):
+        def reads(self, batch: al.PromptBatch) -> al.reads.Reads:
+            return {"none": al.reads.Hooks({}, [(point, lambda tensor, hook: None)])}
 
-
-class WatchingQueries(al.Accuracy):
-    """Observes with a hook of its own inside the attention."""
-
-    def reads(self, batch: al.PromptBatch) -> al.reads.Reads:
-        return {"none": al.reads.Hooks({}, [("blocks.0.attn.hook_q", lambda query, hook: None)])}
+    return Watching()
 
 
 def long_queries(batch: al.PromptBatch) -> Any:
@@ -68,7 +64,12 @@ WHOLE_PROMPTS: list[tuple[list[al.Question], Change | None, dict[str, Any], str]
         {},
         "off: segment_rollout reads blocks of the pattern of each pr",
     ),
-    ([Watching()], None, {}, "off: accuracy has hooks of its own, which see whole prompts"),
+    (
+        [watching("hook_embed")],
+        None,
+        {},
+        "off: accuracy has hooks of its own, which see whole prompts",
+    ),
     ([FLOWS], own_hook, {}, "off: hooks of your own act on positions"),
     ([FLOWS], random_words, {}, "off: hooks differ between prompts"),
     (
@@ -119,7 +120,7 @@ WHOLE_PATTERNS: list[tuple[list[al.Question], Change | None, dict[str, Any], str
     ([FLOWS, al.SegmentRollout()], None, {}, "segment_rollout needs them"),
     ([VALUES], None, {}, "segment_flows needs them"),
     # Its block may run twice.
-    ([FLOWS, WatchingQueries()], None, {}, "accuracy needs them"),
+    ([FLOWS, watching("blocks.0.attn.hook_q")], None, {}, "accuracy needs them"),
     ([FLOWS], after_the_softmax, {}, "hooks act at blocks.0.attn.hook_pattern"),
     ([FLOWS], scaled, {}, "hooks act at blocks.0"),
     ([al.Accuracy()], selected, {}, "hooks act at the points that a function selects"),
