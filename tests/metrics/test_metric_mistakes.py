@@ -80,7 +80,6 @@ MISTAKES: list[tuple[Any, type[Exception], str]] = [
     (hooked(backward=7), ArgumentError, "backward_hooks of Hooks.* got 7"),
     (Mine(read=None), MetricError, r"reads of mine give what is read by name, such as .*NoneType"),
     (Mine(read=[al.reads.At("pattern", TARGET)]), MetricError, "by name, such as .*; got a list"),
-    (Mine(read={"it": "pattern"}), MetricError, r"reads of mine give what is read by name, .*dict"),
     (Mine(read={"it": al.reads.At}), MetricError, "reads of mine give what is read by name"),
     (at("patterns", TARGET), MetricError, r"'pattern', 'slope', .* hook point .* got 'patterns'"),
     (at("queries", TARGET, ANCHORS), MetricError, "only a 'pattern' or a 'slope' .* 'queries' has"),

@@ -178,11 +178,6 @@ OTHERS = (
     "class A: pass\nA.__module__ = 'N' => float(A.__module__)",
     "a = torch.tensor([1.0, N])[:1] => a.untyped_storage()[7]",
     "a = torch.ones(2, 2)\nif N < 1: a = a.T.contiguous().T => a.stride()[0]",
-    (
-        "from torch.nn.utils import parametrize\nclass P(nn.Module):\n"
-        " def forward(self, w): return w * N\na = nn.ReLU()\na.w = nn.Parameter(torch.ones(1))\n"
-        "parametrize.register_parametrization(a, 'w', P()) => a.w"
-    ),
     "a = nn.RReLU()\ntorch.manual_seed(int(N * 2)) => a(x)",
     "torch.manual_seed(int(N * 2)) => nn.Linear(3, 3)(x)",
     "unread = N => hash('a')",
@@ -284,13 +279,12 @@ OTHERS = (
         " j: float = field(default=1, metadata={'k': N})\n"
         " def __call__(self, x): return x * fields(self)[0].metadata['k']\nvalue = A()"
     ),
+    "class A(ValueError): pass\nvalue = A(1)\nvalue.k = N",
+    "class A(dict): pass\nvalue = A(a=N)",
     *(
-        f"class A({kind}):\n{CALL}value = A(1)\nvalue.k = N"
-        for kind in ("str", "int", "float", "ValueError")
-    ),
-    *(
-        f"class A({kind}):\n{CALL}value = A()\nvalue.k = N"
-        for kind in ("dict", "list", "tuple", "set")
+        f"class A({kind}): pass\nvalue = A({content})"
+        for kinds, content in (("str int float", "N"), ("list tuple set", "[N]"))
+        for kind in kinds.split()
     ),
     "value = nn.Module()\nvalue.w = nn.Parameter(torch.tensor(N))",
     "value = torch.nn.Module()\nvalue.register_buffer('k', torch.tensor(N))",

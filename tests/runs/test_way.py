@@ -3,7 +3,6 @@
 Nothing runs: how batches run is decided before the first pass.
 """
 
-from collections.abc import Callable
 from contextlib import nullcontext
 from functools import partial
 from typing import Any
@@ -16,11 +15,11 @@ from anchorlens.models.hooked import pattern_name
 from anchorlens.passes.provide import Observation
 from anchorlens.runs import way
 from anchorlens.runs.way import Way, way_of
+from tests.runs.test_hooks_on_edges import OTHERS, Change
 from tests.support.tiny_models import questions
 
 FLOWS, VALUES = al.SaliencyFlows(), al.SegmentFlows(weight=al.weights.value_norm)
 LOSS = al.losses.label_cross_entropy
-Change = Callable[[Any, al.PromptBatch], Any]
 
 
 def watching(point: str) -> al.Question:
@@ -103,14 +102,6 @@ def test_prompts_that_share_nothing_run_whole(gpt2: Any) -> None:
     assert reason.startswith("off: no two prompts share")
 
 
-def after_the_softmax(model: Any, batch: al.PromptBatch) -> Any:
-    return al.isolate_labels(model, batch, al.Site(0, renormalize=False))
-
-
-def scaled(model: Any, batch: al.PromptBatch) -> Any:
-    return al.scale_edges(model, batch, al.edges.wp, 0.5, 0)
-
-
 def selected(model: Any, batch: al.PromptBatch) -> Any:
     return [(lambda name: name.endswith("hook_z"), lambda z, hook: z * 0)]
 
@@ -121,8 +112,8 @@ WHOLE_PATTERNS: list[tuple[list[al.Question], Change | None, dict[str, Any], str
     ([VALUES], None, {}, "segment_flows needs them"),
     # Its block may run twice.
     ([FLOWS, watching("blocks.0.attn.hook_q")], None, {}, "accuracy needs them"),
-    ([FLOWS], after_the_softmax, {}, "hooks act at blocks.0.attn.hook_pattern"),
-    ([FLOWS], scaled, {}, "hooks act at blocks.0"),
+    ([FLOWS], OTHERS["after the softmax"], {}, "hooks act at blocks.0.attn.hook_pattern"),
+    ([FLOWS], OTHERS["scale"], {}, "hooks act at blocks.0"),
     ([al.Accuracy()], selected, {}, "hooks act at the points that a function selects"),
     ([FLOWS], None, {"hooked": True}, "hooks may act on them"),
     (
