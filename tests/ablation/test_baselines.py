@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 import torch
 from sklearn.linear_model import LogisticRegression
-from torch import Tensor
 
 import anchorlens as al
 from anchorlens.prompts.examples import sample_queries
@@ -33,7 +32,7 @@ def test_calibration_equals_values_by_hand() -> None:
     assert torch.equal(labels, probabilities.argmax(1))
 
 
-def states_of(labels: Tensor, seed: int) -> Tensor:
+def states_of(labels: torch.Tensor, seed: int) -> torch.Tensor:
     """States whose first three coordinates show the class; the other 17 are noise."""
     generator = torch.Generator().manual_seed(seed)
     states = torch.randn(len(labels), 20, generator=generator)
@@ -53,7 +52,7 @@ def test_the_probe_finds_the_class_only_if_the_states_show_it() -> None:
     assert torch.equal(predicted, reweighting.probed_labels(states, labels, queries))
 
 
-def hidden_states(weights: Any, tokens: list[int], layer: int) -> Tensor:
+def hidden_states(weights: Any, tokens: list[int], layer: int) -> torch.Tensor:
     """Hidden state of plain transformers after a block, at the last token."""
     with torch.no_grad():
         outputs = weights(torch.tensor([tokens]), output_hidden_states=True)
@@ -98,7 +97,7 @@ def test_correct_answers_equal_those_of_prompts_written_by_hand() -> None:
         lines = [task.demonstration(example.text, int(example.label or 0)) for example in shots]
         return list(tokenizer("\n".join([*lines, task.query(text)]))["input_ids"])
 
-    def probabilities(text: str, shots: list[al.Example] = demos) -> Tensor:
+    def probabilities(text: str, shots: list[al.Example] = demos) -> torch.Tensor:
         with torch.no_grad():
             logits = weights(torch.tensor([tokens(text, shots)])).logits[0, -1, ids]
         return torch.as_tensor(logits.double().softmax(0))

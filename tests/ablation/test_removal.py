@@ -5,7 +5,6 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
 import anchorlens as al
 from anchorlens.errors import PromptError
@@ -33,7 +32,7 @@ def test_a_prompt_without_a_demonstration_is_as_it_would_be_built(
         assert not hooks and changed.begins_with_bos == (tokenizer.pad_token is not None)
         for field in fields(changed):
             ours, theirs = getattr(changed, field.name), getattr(expected, field.name)
-            is_tensor = isinstance(ours, Tensor)
+            is_tensor = isinstance(ours, torch.Tensor)
             assert torch.equal(ours, theirs) if is_tensor else ours == theirs, field.name
 
 

@@ -253,7 +253,6 @@ def heads_by_hand(
 def scores_of_prompt(
     attention: Tensor, positions: list[int], prompt: plain.Prompt, predicted: int
 ) -> Tensor:
-    """The four scores [layer, head, score] of one prompt from its patterns."""
     scores = torch.zeros(*attention.shape[:2], 4, dtype=torch.double)
     for position, label in zip(positions, prompt.classes, strict=True):
         to_anchor = attention[:, :, prompt.target, position]

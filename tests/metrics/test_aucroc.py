@@ -61,17 +61,6 @@ def test_aucroc_equals_scikit_learn(case: tuple[Tensor, Tensor]) -> None:
     assert ours == pytest.approx(reference(scores, predicted), abs=1e-12)
 
 
-@pytest.mark.slow("many passes")
-@settings(max_examples=50, deadline=None, derandomize=True)
-@given(scored())
-def test_auc_equals_scikit_learn(case: tuple[Tensor, Tensor]) -> None:
-    scores, labels = case
-    positive = labels == labels[0]
-    for class_scores in scores.T:
-        expected = roc_auc_score(positive, class_scores)
-        assert float(auc(class_scores[None], positive)[0]) == pytest.approx(expected, abs=1e-12)
-
-
 def test_auc_equals_values_by_hand() -> None:
     scores = torch.tensor([[1.0, 2.0, 2.0, 3.0], [3.0, 2.0, 2.0, 1.0], [1.0, 1.0, 1.0, 1.0]])
     positive = torch.tensor([False, False, True, True])
@@ -87,14 +76,7 @@ def test_two_classes_use_the_raw_score_of_the_second() -> None:
     # The same holds if two of three classes are predicted.
     three_classes = torch.cat([scores, torch.full((1, 4, 1), 5.0)], -1)[..., [0, 2, 1]]
     assert aucroc(three_classes, torch.tensor([0, 2, 0, 2])).tolist() == [0.75]
-
-
-def test_perfect_scores_give_one_inverted_scores_zero_and_no_attention_one_half() -> None:
-    predicted = torch.tensor([0, 1, 2, 2, 1, 0])
-    assert aucroc(torch.zeros(1, 6, 3), predicted).tolist() == [0.5]
-    perfect = torch.nn.functional.one_hot(predicted, 3).float()[None]
-    assert aucroc(perfect, predicted).tolist() == [1.0]
-    assert aucroc(1 - perfect, predicted).tolist() == [0.0]
+    assert aucroc(torch.zeros(1, 6, 3), torch.arange(6) % 3).tolist() == [0.5]
 
 
 def test_fewer_than_two_predicted_classes_give_nan_and_a_warning() -> None:
@@ -232,18 +214,6 @@ def test_equation_6_equals_scipy() -> None:
     together = al.AttentionAUCROC().result(al.Contributions(rows, sets))
     of_sets = [equation_6(attention[sets == k, 0].sum(1), probabilities[sets == k]) for k in (0, 1)]
     assert float(together.kl[0]) == pytest.approx((of_sets[0][0] + of_sets[1][0]) / 2)
-
-
-def test_calibration_equals_values_by_hand() -> None:
-    """Shares are the probabilities, or half as far from one half; or the wrong way round."""
-    probabilities = torch.tensor([[0.9, 0.1], [0.3, 0.7]], dtype=torch.double)
-    layers = [probabilities, (probabilities + 0.5) / 2, 1 - probabilities]
-    attention = torch.stack([*layers], 1)[:, :, None].expand(-1, -1, 3, -1) * 0.01
-    rows = {"attention": attention, "probabilities": probabilities, "rounding": torch.zeros(2, 2)}
-    record = al.AttentionAUCROC().result(al.Contributions(rows))
-    torch.testing.assert_close(record.calibration, torch.tensor([1.0, 2.0, -1.0]).double())
-    assert abs(float(record.kl[0])) < 1e-12 < float(record.kl[1]) < float(record.uniform_kl)
-    assert float(record.kl[2]) > float(record.uniform_kl)
 
 
 @pytest.mark.every_kind

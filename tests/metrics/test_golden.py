@@ -4,17 +4,18 @@ tests/golden/README.md describes the numbers.
 """
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import load_file
-from torch import Tensor
 from transformers import GPT2LMHeadModel
 
 import anchorlens as al
 from anchorlens.passes.forward import run_pass
+from tests.support.asked import ask
 from tests.support.measures import centred, contributed, difference
 from tests.support.tiny_models import tiny_gpt2
 
@@ -75,12 +76,7 @@ def model(golden: GoldenCase, byte_level: Any, hooked: Any) -> Any:
     return hooked(golden.transformers_model(), byte_level)
 
 
-@pytest.fixture(params=["left", "right"])
-def side(request: pytest.FixtureRequest) -> str:
-    return request.param
-
-
-def assert_equal(golden: GoldenCase, ours: Tensor, name: str) -> None:
+def assert_equal(golden: GoldenCase, ours: torch.Tensor, name: str) -> None:
     theirs = [golden.numbers[f"{n}.{name}"] for n in range(5)]
     if name.endswith("logits"):
         ours, theirs = centred(ours), [centred(logits) for logits in theirs]
@@ -88,82 +84,55 @@ def assert_equal(golden: GoldenCase, ours: Tensor, name: str) -> None:
     assert worst <= TOLERANCE, f"{name} is off by {worst:.1e} of its maximum"
 
 
-def observed(model: Any, batch: al.PromptBatch, metric: al.Metric) -> dict[str, Tensor]:
+def observed(model: Any, batch: al.PromptBatch, metric: al.Metric) -> dict[str, torch.Tensor]:
     return contributed(model, batch, metric)[1][0]
 
 
-def test_the_batch_is_padded_on_the_given_side(golden: GoldenCase, side: str) -> None:
-    batch, starts = golden.batch(side)
-    assert not batch.attention_mask.all()
-    assert any(starts) == (side == "left")
-    for n, case in enumerate(golden.meta["cases"]):
-        assert int(batch.target_positions[n]) - starts[n] == case["target_position"]
+def isolated(model: Any, batch: al.PromptBatch, layers: range) -> torch.Tensor:
+    return run_pass(model, batch, hooks=al.isolate_labels(model, batch, layers))
 
 
-def test_saliency_equals_the_published_code(golden: GoldenCase, model: Any, side: str) -> None:
+def attention(model: Any, batch: al.PromptBatch) -> torch.Tensor:
+    return observed(model, batch, al.AttentionAUCROC())["attention"].sum(2)
+
+
+def anchor_keys(model: Any, batch: al.PromptBatch) -> torch.Tensor:
+    keys = observed(model, batch, al.AnchorDistances())["keys"]
+    return keys.unflatten(-1, (model.cfg.n_heads, -1)).transpose(2, 3)
+
+
+OURS: dict[str, Callable[[Any, al.PromptBatch], torch.Tensor]] = {
+    "flows": lambda m, b: ask(m, [b], al.SaliencyFlows(), resamples=0, progress=False).per_prompt,
+    "query_to_label_attention": attention,
+    # The published code flattens the same numbers class by class.
+    "sim_attn_published_order": lambda m, b: attention(m, b).mT.flatten(1),
+    "anchor_keys": anchor_keys,
+    "logits": run_pass,
+    "isolated_first2.logits": lambda m, b: isolated(m, b, range(2)),
+    "isolated_last2.logits": lambda m, b: isolated(m, b, range(-2, 0)),
+    "isolated_all.logits": lambda m, b: isolated(m, b, range(m.cfg.n_layers)),
+}
+
+
+@pytest.mark.parametrize("side", ["left", "right"])
+def test_numbers_equal_the_published_code(golden: GoldenCase, model: Any, side: str) -> None:
     batch, starts = golden.batch(side)
-    maps = al.saliency(model, batch)
+    for name, number in OURS.items():
+        assert_equal(golden, number(model, batch), name)
+    # The published beta is ordered by class, ours by appearance. Here all prompts have one order.
+    assert (batch.label_classes == batch.label_classes[0]).all()
+    beta = golden.numbers["beta"][:, :, batch.label_classes[0]]
+    logits = run_pass(model, batch, hooks=al.reweight_anchors(model, batch, beta))
+    assert_equal(golden, logits, "reweighted.logits")
+    cases, maps = golden.meta["cases"], al.saliency(model, batch)
+    predicted = observed(model, batch, al.AttentionAUCROC())["probabilities"].argmax(1)
+    assert predicted.tolist() == [case["predicted"] for case in cases]
+    losses = torch.tensor([case["loss"] for case in cases])
+    ours = al.losses.label_cross_entropy(run_pass(model, batch), batch)
+    assert difference(ours, losses) <= TOLERANCE
     for n, start in enumerate(starts):
         reference = golden.numbers[f"{n}.saliency"]
         stop = start + reference.shape[-1]
         assert difference(maps[n, :, start:stop, start:stop], reference) <= TOLERANCE
         # Saliency from and to padding is zero.
         assert torch.isclose(maps[n].sum(), maps[n, :, start:stop, start:stop].sum())
-
-
-def test_flows_equal_the_published_code(golden: GoldenCase, model: Any, side: str) -> None:
-    batch, _ = golden.batch(side)
-    results = al.run(model, [batch], [al.SaliencyFlows()], resamples=0, progress=False)
-    assert_equal(golden, results["saliency_flows"].per_prompt, "flows")
-
-
-def test_attention_to_label_words_equals_the_published_code(
-    golden: GoldenCase, model: Any, side: str
-) -> None:
-    batch, _ = golden.batch(side)
-    attention = observed(model, batch, al.AttentionAUCROC())["attention"].sum(2)
-    assert_equal(golden, attention, "query_to_label_attention")
-    # The published code flattens the same numbers class by class.
-    assert_equal(golden, attention.mT.flatten(1), "sim_attn_published_order")
-
-
-def test_anchor_keys_equal_the_published_code(golden: GoldenCase, model: Any, side: str) -> None:
-    batch, _ = golden.batch(side)
-    keys = observed(model, batch, al.AnchorDistances())["keys"]
-    heads = golden.meta["config"]["n_head"]
-    assert_equal(golden, keys.unflatten(-1, (heads, -1)).transpose(2, 3), "anchor_keys")
-
-
-def test_logits_predictions_and_losses_equal_the_published_code(
-    golden: GoldenCase, model: Any, side: str
-) -> None:
-    batch, _ = golden.batch(side)
-    logits = run_pass(model, batch)
-    assert_equal(golden, logits, "logits")
-    cases = golden.meta["cases"]
-    predicted = observed(model, batch, al.AttentionAUCROC())["probabilities"].argmax(1)
-    assert predicted.tolist() == [case["predicted"] for case in cases]
-    losses = torch.tensor([case["loss"] for case in cases])
-    assert difference(al.losses.label_cross_entropy(logits, batch), losses) <= TOLERANCE
-
-
-@pytest.mark.parametrize(
-    ("name", "layers"), [("first2", range(2)), ("last2", range(-2, 0)), ("all", None)]
-)
-def test_isolated_logits_equal_the_published_code(
-    golden: GoldenCase, model: Any, side: str, name: str, layers: range | None
-) -> None:
-    batch, _ = golden.batch(side)
-    hooks = al.isolate_labels(model, batch, layers or range(model.cfg.n_layers))
-    assert_equal(golden, run_pass(model, batch, hooks=hooks), f"isolated_{name}.logits")
-
-
-def test_reweighted_logits_equal_the_published_code(
-    golden: GoldenCase, model: Any, side: str
-) -> None:
-    batch, _ = golden.batch(side)
-    # The published beta is ordered by class, ours by appearance. Here all prompts have one order.
-    assert (batch.label_classes == batch.label_classes[0]).all()
-    beta = golden.numbers["beta"][:, :, batch.label_classes[0]]
-    logits = run_pass(model, batch, hooks=al.reweight_anchors(model, batch, beta))
-    assert_equal(golden, logits, "reweighted.logits")

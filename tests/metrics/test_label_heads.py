@@ -5,7 +5,6 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
 import anchorlens as al
 from anchorlens.errors import MetricError
@@ -126,7 +125,7 @@ def test_figures_show_shares_and_gaps(gpt2: Any) -> None:
         record.plot_share("reads")
 
 
-def at(*positions: int) -> dict[str, Tensor]:
+def at(*positions: int) -> dict[str, torch.Tensor]:
     """Other label words of the first prompt."""
     return dict.fromkeys(("label_positions", "label_ends"), torch.tensor([positions, (1, 3, 7)]))
 

@@ -35,10 +35,6 @@ def prompts(model: Any, labels: Any, **options: Any) -> list[al.PromptBatch]:
     return al.build_prompts(model.tokenizer, task, DEMOS, QUERIES, batch_size=6)
 
 
-def hooks_of(model: Any) -> Any:
-    return lambda batch: al.isolate_labels(model, batch, range(2))
-
-
 def scores_by_hand(model: Any, batches: list[al.PromptBatch], hooks: Any = None) -> np.ndarray:
     """The largest log probability of each class's words, in the order of the queries."""
     words = [
@@ -56,7 +52,7 @@ def scores_by_hand(model: Any, batches: list[al.PromptBatch], hooks: Any = None)
 @pytest.mark.slow("many passes")
 def test_results_of_several_words_equal_those_by_hand(gpt2: Any) -> None:
     batches = prompts(gpt2, SEVERAL, score=torch.amax)
-    hooks = hooks_of(gpt2)
+    hooks = lambda batch: al.isolate_labels(gpt2, batch, range(2))  # noqa: E731
     scores = scores_by_hand(gpt2, batches)
     predicted = scores.argmax(1)
     logits = al.target_logits(gpt2, batches, progress=False)

@@ -4,14 +4,13 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
 import anchorlens as al
 from anchorlens.passes.forward import run_pass
 from tests.support.tiny_models import questions
 
 
-def pair(seed: int = 0, size: int = 40, vocab: int = 30) -> tuple[Tensor, Tensor]:
+def pair(seed: int = 0, size: int = 40, vocab: int = 30) -> tuple[torch.Tensor, torch.Tensor]:
     generator = torch.Generator().manual_seed(seed)
     clean = torch.randn(size, vocab, generator=generator)
     return clean, clean + 0.7 * torch.randn(size, vocab, generator=generator)

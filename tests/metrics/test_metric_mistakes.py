@@ -6,40 +6,32 @@ from typing import Any
 
 import pytest
 import torch
-from jaxtyping import Float
-from torch import Tensor
 
 import anchorlens as al
 from anchorlens.errors import ArgumentError, HookError, MetricError, RunError
 from anchorlens.metrics.edge_sums import EdgeSets
 from anchorlens.runs.study import Study
+from tests.runs.test_mixes import MeanRecord
 from tests.support.measures import does_not_run
 from tests.support.tiny_models import questions
 
 
-@dataclass(frozen=True, eq=False, kw_only=True)
-class MeanRecord(al.Record):
-    mean: Float[Tensor, ""]
-
-
 @dataclass(frozen=True)
 class Mine(al.Metric):
-    """A user's metric, which reads what is given, or what a function of the batch gives."""
-
     name: Any = "mine"
     read: Any = field(default_factory=dict)
 
     def reads(self, batch: al.PromptBatch) -> Any:
         return self.read(batch) if callable(self.read) else self.read
 
-    def contributions(self, batch: al.PromptBatch, seen: al.reads.Seen) -> dict[str, Tensor]:
+    def contributions(self, batch: al.PromptBatch, seen: al.reads.Seen) -> dict[str, torch.Tensor]:
         return {"v": torch.ones(len(batch))}
 
     def result(self, rows: Any) -> Any:
         return MeanRecord(mean=rows["v"].mean())
 
 
-def observe_nothing(tensor: Tensor, hook: Any) -> None:
+def observe_nothing(tensor: torch.Tensor, hook: Any) -> None:
     pass
 
 
@@ -52,7 +44,6 @@ def hooked(*hooks: Any, backward: Any = ()) -> Mine:
 
 
 def at(*read: Any, **options: Any) -> Mine:
-    """A metric that reads at positions."""
     return Mine(read=lambda batch: {"it": al.reads.At(*read, **options)})
 
 
@@ -60,6 +51,8 @@ PATTERN = "blocks.0.attn.hook_pattern"
 MISSING = "blocks.9.attn.hook_pattern"
 OTHERS = r"'accuracy'(, 'isolation')?"
 TARGET, ANCHORS = al.edges.target, al.edges.anchors
+BARE: Any = al.edges.pq
+SETS: Any = lambda batch: EdgeSets([al.edges.pq(batch)])  # noqa: E731
 MISTAKES: list[tuple[Any, type[Exception], str]] = [
     *(
         (
@@ -87,7 +80,6 @@ MISTAKES: list[tuple[Any, type[Exception], str]] = [
     (hooked(backward=7), ArgumentError, "backward_hooks of Hooks.* got 7"),
     (Mine(read=None), MetricError, r"reads of mine give what is read by name, such as .*NoneType"),
     (Mine(read=[al.reads.At("pattern", TARGET)]), MetricError, "by name, such as .*; got a list"),
-    (Mine(read={"it": "pattern"}), MetricError, r"reads of mine give what is read by name, .*dict"),
     (Mine(read={"it": al.reads.At}), MetricError, "reads of mine give what is read by name"),
     (at("patterns", TARGET), MetricError, r"'pattern', 'slope', .* hook point .* got 'patterns'"),
     (at("queries", TARGET, ANCHORS), MetricError, "only a 'pattern' or a 'slope' .* 'queries' has"),
@@ -123,24 +115,16 @@ MISTAKES: list[tuple[Any, type[Exception], str]] = [
         r"positions below \d+, .* got 9999",
     ),
     (
-        Mine(read=lambda batch: {"it": al.reads.Sums(lambda a, slope: a, edge_sets(batch))}),
+        Mine(read=lambda batch: {"it": al.reads.Sums(lambda a, _: a, SETS(batch))}),
         MetricError,
         "a weight is a function of .* to a number for each edge, of the shape",
     ),
     (
-        Mine(read=lambda batch: {"it": al.reads.Sums(al.weights.signed, bare(batch))}),
+        Mine(read=lambda batch: {"it": al.reads.Sums(al.weights.signed, BARE(batch))}),
         ArgumentError,
         "sets of Sums must be",
     ),
 ]
-
-
-def bare(batch: al.PromptBatch) -> Any:
-    return al.edges.pq(batch)
-
-
-def edge_sets(batch: al.PromptBatch) -> EdgeSets:
-    return EdgeSets([al.edges.pq(batch)])
 
 
 @pytest.mark.parametrize(("metric", "error", "message"), MISTAKES)

@@ -19,7 +19,6 @@ from tests.references import plain
 from tests.support.measures import assert_same, difference, does_not_run
 from tests.support.tiny_models import questions, tiny_gpt2, tiny_llama
 
-MAKE: dict[str, Callable[[int], Any]] = {"gpt2": tiny_gpt2, "llama": tiny_llama}
 QUIET: dict[str, Any] = {"resamples": 0, "progress": False}
 NAMES = ["question", "step", "answer"]
 TOKENS = torch.tensor([[5, 9, 11, 3, 40, 7, 21, 8, 30], [0, 0, 17, 4, 25, 9, 60, 12, 33]])
@@ -33,16 +32,9 @@ def batch() -> al.PromptBatch:
     return al.PromptBatch.from_segments(TOKENS, SEGMENTS, NAMES, attention_mask=MASK)
 
 
-@pytest.fixture
-def precise(hooked: Any, byte_level: Any) -> Any:
-    """GPT-2 in float64, whose softmax is in float64 too."""
-    return hooked(tiny_gpt2(len(byte_level)).double(), byte_level)
-
-
 def flows_in(
     model: Any, batches: list[al.PromptBatch], segments: Any = None, **options: Any
 ) -> Any:
-    """The record of ``SegmentFlows`` with the loss of the answer, or with another one."""
     options = {"loss": al.losses.span_cross_entropy("answer"), **QUIET} | options
     metric = al.SegmentFlows(segments, weight=options.pop("weight", al.weights.saliency))
     return al.run(model, batches, [metric], **options)["segment_flows"]
@@ -50,7 +42,7 @@ def flows_in(
 
 def plain_products(name: str, model: Any, batch: al.PromptBatch, n: int, segment: int) -> Tensor:
     """A * dL/dA of one prompt, [layer, head, query, key], by autograd in plain transformers."""
-    oracle = MAKE[name](model.W_E.shape[0])
+    oracle = PLAIN[name][0](model.W_E.shape[0])
     oracle.set_attn_implementation("eager")
     mask = batch.attention_mask[n]
     tokens, segments = batch.tokens[n][mask], batch.segments[n][mask]
@@ -121,7 +113,7 @@ def cells(edges: Tensor, segments: Tensor) -> Tensor:
 
 
 @pytest.mark.every_kind
-@pytest.mark.parametrize("name", MAKE)
+@pytest.mark.parametrize("name", PLAIN)
 def test_flows_of_a_written_answer_equal_plain_transformers(
     name: str, batch: al.PromptBatch, request: pytest.FixtureRequest, kind_of_model: str
 ) -> None:
@@ -171,13 +163,13 @@ def test_flows_of_a_written_answer_equal_plain_transformers(
         assert same(results[key].flow_of_heads, expected)
 
 
-def test_weights_of_a_loss_are_factors(precise: Any, batch: al.PromptBatch) -> None:
+def test_weights_of_a_loss_are_factors(exact_gpt2: Any, batch: al.PromptBatch) -> None:
     span = al.losses.span_cross_entropy("answer")
     mean = al.losses.next_token_cross_entropy(
         lambda batch: span.positions(batch) / span.positions(batch).sum(1, keepdim=True).double()
     )
     total, averaged = (
-        flows_in(precise, [batch], loss=loss).flow_of_prompts for loss in (span, mean)
+        flows_in(exact_gpt2, [batch], loss=loss).flow_of_prompts for loss in (span, mean)
     )
     counts = span.positions(batch).sum(1)[:, None, None, None]
     assert counts.flatten().tolist() == [2, 3]
@@ -198,8 +190,6 @@ def test_a_record_names_its_segments(gpt2: Any, batch: al.PromptBatch) -> None:
 
 
 def without_some(weight: Callable[..., Tensor], value: float) -> Callable[..., Tensor]:
-    """A weight with another number at one edge."""
-
     def broken(a: Tensor, slope: Tensor) -> Tensor:
         edges = weight(a, slope)
         edges[:, 3, 2] = value

@@ -1,7 +1,6 @@
 """Key-value caches of every architecture: shared demonstrations, contexts, peft, written text."""
 
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -228,7 +227,7 @@ UNLIKE = {
 @pytest.mark.quick_cases("whole models", "Llama")
 @pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
 @pytest.mark.parametrize(("name", "kind"), cases("bridge"))
-def test_peft_and_a_context_give_the_same_logits(name: str, kind: str, tmp_path: Path) -> None:
+def test_peft_and_a_context_give_the_same_logits(name: str, kind: str, tmp_path: Any) -> None:
     if name in NO_CACHE:
         pytest.skip("it has no contexts")
     model, batch = hooked(name, torch.float32, kind), batch_of("right")

@@ -14,16 +14,16 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from torch import Tensor
 
 import anchorlens as al
 from anchorlens.errors import ModelError
+from anchorlens.passes.forward import run_pass
 from tests.references.architectures import BY_NAME
 from tests.support import catalogue
 from tests.support.catalogue import ALL, Scene, scene_of
 from tests.support.measures import tensors_of
 from tests.support.public import public
-from tests.support.tiny_models import raw_model
+from tests.support.tiny_models import questions, raw_model, tiny_gpt2
 
 # Few prompts: these warnings are tested elsewhere.
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
@@ -63,7 +63,7 @@ def calls_here(s: Scene) -> Iterator[tuple[str, Callable[[], Any]]]:
             metric = public()[name](weight=of_module[weight])
             yield f"{name} of {weight}", partial(s.run, metric)
 
-    def numbers(figure: Any) -> list[Tensor]:
+    def numbers(figure: Any) -> list[torch.Tensor]:
         drawn = [
             np.asarray(trace[axis])
             for trace in figure.data
@@ -92,7 +92,6 @@ def calls_here(s: Scene) -> Iterator[tuple[str, Callable[[], Any]]]:
 
 
 def kinds_of(parent: type) -> set[str]:
-    """The public classes that inherit from a public class."""
     classes = {name: value for name, value in public().items() if inspect.isclass(value)}
     return {
         name
@@ -102,12 +101,10 @@ def kinds_of(parent: type) -> set[str]:
 
 
 def metrics() -> set[str]:
-    """The public classes of metrics."""
     return kinds_of(al.Metric)
 
 
 def weights() -> set[str]:
-    """The public weights of edges."""
     of_module = {name: value for name, value in vars(al.weights).items() if name[0] != "_"}
     return {
         name
@@ -184,7 +181,7 @@ def test_a_folded_model_gives_the_same_numbers_or_is_refused(
     assert "effect of a context" in refused
 
 
-def why_not_the_same(ours: dict[str, Tensor], theirs: dict[str, Tensor]) -> str:
+def why_not_the_same(ours: dict[str, torch.Tensor], theirs: dict[str, torch.Tensor]) -> str:
     """The number that differs by more than 1e-5 of its field, or of 1 (a KL may be small)."""
     if ours.keys() != theirs.keys():
         return f"other fields {sorted(ours.keys() ^ theirs.keys())}"
@@ -199,3 +196,24 @@ def why_not_the_same(ours: dict[str, Tensor], theirs: dict[str, Tensor]) -> str:
         if difference > limit:
             return f"{name} differs by {difference:.2g}"
     return ""
+
+
+@pytest.mark.slow("whole models")
+@pytest.mark.every_kind
+def test_a_model_that_is_folded_after_verification_is_refused(byte_level: Any) -> None:
+    bridge = al.load_model(tiny_gpt2(len(byte_level)), tokenizer=byte_level)
+    batch = questions(bridge, 3)[0]
+    assert al.saliency(bridge, batch).any()
+    bridge.enable_compatibility_mode(disable_warnings=True)
+    with pytest.raises(ModelError, match="biases of this model are folded"):
+        al.saliency(bridge, batch)
+
+
+@pytest.mark.slow("whole models")
+@pytest.mark.every_kind
+def test_folded_attention_sinks_are_refused(raw: Any, byte_level: Any) -> None:
+    """Rows of attention do not sum to 1 here. TransformerLens folds anyway, and logits change."""
+    weights = BY_NAME["GPT-OSS"].build(len(byte_level), max_position_embeddings=512)
+    folded = al.prepare_model(raw(weights, byte_level, fold=True))
+    with pytest.raises(ModelError, match=r"folded .*attention sinks.*fold_value_biases=False"):
+        run_pass(folded, questions(folded, 2)[0])

@@ -5,9 +5,9 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+from transformer_lens.model_bridge import TransformerBridge
 
 import anchorlens as al
-from anchorlens.errors import ModelError
 from anchorlens.models.facts import facts_of
 from anchorlens.models.tiny_pass import is_own_mistake
 from anchorlens.passes.comparison import reason_of
@@ -37,7 +37,7 @@ def test_whatever_a_forward_raises_is_a_model_error(
     weights: Any = tiny_gpt2(len(byte_level))
     monkeypatch.setattr(type(weights), "forward", raising(kind("no such part")))
     message = r"cannot run in float32: .*no such part.*; the model's own code raises this"
-    with pytest.raises(ModelError, match=message) as caught:
+    with pytest.raises(al.errors.ModelError, match=message) as caught:
         al.load_model(weights, tokenizer=byte_level)
     assert type(caught.value.__cause__) is kind
 
@@ -77,3 +77,8 @@ def test_an_own_mistake_is_not_hidden(byte_level: Any, monkeypatch: pytest.Monke
     monkeypatch.setattr("anchorlens.models.tiny_pass.inputs_without_cache", wrong)
     with pytest.raises(IndexError, match="gone"):
         al.load_model(tiny_gpt2(len(byte_level)), tokenizer=byte_level)
+
+
+def test_a_bridge_that_is_not_fully_built_is_refused() -> None:
+    with pytest.raises(al.errors.ModelError, match="not fully built, so that it has no hook"):
+        al.prepare_model(TransformerBridge.__new__(TransformerBridge))

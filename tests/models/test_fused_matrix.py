@@ -13,7 +13,6 @@ from torch import Tensor
 from transformers.models.gptj import modeling_gptj
 
 import anchorlens as al
-from anchorlens.errors import ModelError
 from anchorlens.metrics.question import no_hooks
 from anchorlens.models.batch_hooks import in_leading_tokens
 from anchorlens.models.hooked import Hook
@@ -100,7 +99,7 @@ def test_a_fused_attention_has_the_numbers_of_whole_patterns(name: str, kind: st
     inside = batch.attention_mask[:, None, :, None] & batch.attention_mask[:, None, None]
     with frozen_in_eval_mode(model), precise(torch.float64):
         if not is_replaced:
-            with pytest.raises(ModelError, match=r"its attention|its scores"):
+            with pytest.raises(al.errors.ModelError, match=r"its attention|its scores"):
                 fused(model, batch, [])
             return
         reason = why_no_fused_prefix(model)
@@ -131,6 +130,6 @@ def test_an_attention_with_other_terms_is_not_replaced(
     monkeypatch.setattr(Interface, "attention", with_terms)
     with (
         attention_by(gpt2, lambda layer, query, *others: query),
-        pytest.raises(ModelError, match=message),
+        pytest.raises(al.errors.ModelError, match=message),
     ):
         gpt2(torch.arange(4)[None])

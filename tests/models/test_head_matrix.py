@@ -124,19 +124,12 @@ BY_ITSELF = "calls the attention interface of transformers 0 times"
 OF_LENS = "transformers does not compute its attention"
 # Scores that are no product of queries and keys alone, or an attention that cannot be called.
 NO_PARTS = {
-    **{
-        "GPT-Neo": BY_ITSELF,
-        "MPT": BY_ITSELF,
-        "XGLM": BY_ITSELF,
-        "Bloom": OTHERWISE,
-        "Falcon": OTHERWISE,
-    },
-    **{"Falcon (ALiBi)": OTHERWISE, "Gemma 4 (shared)": OTHERWISE, "Llama 4": OTHERWISE},
-    "OPT (norms after)": "what the layers before it add",
-    "Gemma 4": "what the layers before it add",
+    **dict.fromkeys(("GPT-Neo", "MPT", "XGLM"), BY_ITSELF),
+    **dict.fromkeys(("Bloom", "Falcon", "Falcon (ALiBi)", "Gemma 4 (shared)"), OTHERWISE),
+    "Llama 4": OTHERWISE,
+    **dict.fromkeys(("OPT (norms after)", "Gemma 4"), "what the layers before it add"),
     "JetMoe": "no hook point blocks.0.attn.hook_z",
-    **{"Toy": OF_LENS, "Toy (one layer)": OF_LENS, "Toy (soft caps)": OF_LENS},
-    "Toy (grouped keys)": OF_LENS,
+    **dict.fromkeys(("Toy", "Toy (one layer)", "Toy (soft caps)", "Toy (grouped keys)"), OF_LENS),
 }
 # Heads do not sum to what the attention adds; ModernBERT has another layer before its unembedding.
 NOT_CARRIED = {

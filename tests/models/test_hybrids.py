@@ -3,7 +3,7 @@
 tests/models/test_matrix.py compares their numbers with plain transformers.
 """
 
-from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -15,10 +15,12 @@ from anchorlens.errors import AnchorlensError, HookError, ModelError
 from anchorlens.models.verify_hooks import carries_beside_attention
 from anchorlens.passes.shortcuts import why_not_fused, why_not_shared
 from anchorlens.passes.twin_for import why_not_native
+from tests.models.test_verify_hooks import SIZES
+from tests.models.test_verify_hooks import made as of_transformers
 from tests.references.architecture_row import LINE
 from tests.references.architectures import BY_NAME, HYBRIDS
 from tests.support.measures import difference, logits_of
-from tests.support.tiny_models import boot, questions, tiny_llama
+from tests.support.tiny_models import boot, questions, randomize, tiny_llama
 
 pytestmark = pytest.mark.every_kind
 
@@ -37,7 +39,6 @@ METRICS = [
 
 
 def made(name: str, tokenizer: Any, **changes: Any) -> Any:
-    """A tiny prepared model of a row."""
     weights = BY_NAME[name].build(len(tokenizer), max_position_embeddings=512, **changes)
     return al.prepare_model(boot(weights, tokenizer))
 
@@ -59,8 +60,7 @@ def results(hybrid: Any, batches: Any) -> Any:
 
 @pytest.fixture(scope="module")
 def sweep(hybrid: Any, batches: Any) -> Any:
-    asked = al.EdgeSweep.isolation(al.sites.first_and_last(hybrid, [1]), draws=2)
-    return al.run(hybrid, batches, [asked], **QUIET)["isolation"]
+    return al.run(hybrid, batches, [sweep_of(hybrid)], **QUIET)["isolation"]
 
 
 def test_layers_without_attention_are_nan_and_named(results: Any) -> None:
@@ -150,13 +150,10 @@ def cut_off(model: Any, batch: al.PromptBatch) -> tuple[float, float]:
     later = batch.attention_mask & ~read
     hooks = al.block_edges(model, batch, al.edges.between(later, read))
     clean, cut = logits_of(model, batch, []), logits_of(model, batch, hooks)
-    first = read.long().argmax(1)
     tokens = batch.tokens.clone()
-    for row, column in enumerate(first.tolist()):
-        chosen = read[row].nonzero().flatten()
-        tokens[row, chosen] = tokens[row, chosen].flip(0)
-        assert column == int(chosen[0])
-    other = type(batch)(**{**vars(batch), "tokens": tokens})
+    for row, inside in enumerate(read):
+        tokens[row, inside] = tokens[row, inside].flip(0)
+    other = replace(batch, tokens=tokens)
     return difference(cut, clean), difference(logits_of(model, other, hooks), cut)
 
 
@@ -184,32 +181,17 @@ def test_a_sweep_says_that_it_cuts_the_attention_alone(sweep: Any, results: Any)
 
 @pytest.mark.slow("whole models")
 def test_a_model_with_a_recurrent_path_in_each_layer_says_so_too(byte_level: Any) -> None:
-    from transformers import FalconH1Config, FalconH1ForCausalLM
-
-    from tests.support.tiny_models import randomize
-
     sizes: dict[str, Any] = {"mamba_n_heads": 4, "mamba_d_head": 16, "mamba_d_ssm": 64}
-    config = FalconH1Config(
-        vocab_size=len(byte_level),
-        hidden_size=32,
-        intermediate_size=48,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=8,
-        mamba_d_state=8,
-        mamba_n_groups=1,
-        mamba_chunk_size=16,
-        attn_implementation="eager",
-        **sizes,
-    )
-    model = al.prepare_model(boot(randomize(FalconH1ForCausalLM(config)), byte_level))
+    sizes |= {"mamba_d_state": 8, "mamba_n_groups": 1, "mamba_chunk_size": 16, "head_dim": 8}
+    sizes |= SIZES | {"num_key_value_heads": 2, "intermediate_size": 48}
+    weights = of_transformers("FalconH1", vocab_size=3000, attn_implementation="eager", **sizes)
+    model = al.prepare_model(boot(randomize(weights), byte_level))
     found = al.run(model, questions(model, count=3), [sweep_of(model)], resamples=0, progress=False)
     assert found["isolation"].info["not_cut"] == "parts beside the attention"
     assert "layers_without_pattern" not in found["isolation"].info
 
 
-REFUSED: dict[str, tuple[Callable[[Any, Any], Any], str]] = {
+REFUSED: dict[str, tuple[Any, str]] = {
     "a site": (
         lambda model, batch: al.block_edges(model, batch, al.edges.wp, [0, 1]),
         r"layers \[0\] of .* have no attention to act on; those with attention are \[1, 3\]",
@@ -313,16 +295,14 @@ def test_saliency_and_effects_of_heads_have_gaps(hybrid: Any, batches: Any) -> N
     cut = al.replace_heads(hybrid, batches[1], record.outputs, al.Site(3, heads=1))
     answers = batches[1].label_token_ids[batches[1].gold]
     clean, other = (
-        hybrid_logits.gather(1, answers[:, None])[:, 0]
-        for hybrid_logits in (log_odds(hybrid, batches[1], []), log_odds(hybrid, batches[1], cut))
+        logits_of(hybrid, batches[1], hooks)
+        .double()
+        .softmax(-1)
+        .logit()
+        .gather(1, answers[:, None])
+        for hooks in ([], cut)
     )
-    torch.testing.assert_close(
-        record.effect[3, 1], (other - clean).double().mean(), rtol=1e-3, atol=1e-5
-    )
-
-
-def log_odds(model: Any, batch: al.PromptBatch, hooks: Any) -> torch.Tensor:
-    return logits_of(model, batch, hooks).double().log_softmax(-1).exp().logit()
+    torch.testing.assert_close(record.effect[3, 1], (other - clean).mean(), rtol=1e-3, atol=1e-5)
 
 
 def test_caches_of_a_hybrid(hybrid: Any, batches: Any, results: Any) -> None:

@@ -1,8 +1,6 @@
 """Ctrl-C leaves no hook, no frozen parameter, no replaced method and no mode of torch."""
 
 import contextlib
-from collections.abc import Callable
-from contextlib import AbstractContextManager
 from typing import Any
 
 import pytest
@@ -31,7 +29,7 @@ def hooks_act(model: Any) -> Any:
     return model_state.added_hooks(model, HOOKS, HOOKS, of_modules)
 
 
-CONTEXTS: dict[str, Callable[[Any], AbstractContextManager[Any]]] = {
+CONTEXTS: dict[str, Any] = {
     "hooks": hooks_act,
     "forwards": lambda model: model_state.replaced_methods(
         model.blocks, "forward", lambda layer, block: block.forward
@@ -120,7 +118,6 @@ def test_modes_that_a_context_of_torch_left_are_removed() -> None:
 
 
 def registered() -> set[str]:
-    """What transformers can compute attention and masks with, which ``_registered`` adds to."""
     return {*ALL_ATTENTION_FUNCTIONS, *ALL_MASK_ATTENTION_FUNCTIONS}
 
 

@@ -7,13 +7,13 @@ from typing import Any
 import huggingface_hub.constants
 import pytest
 import torch
-from transformers import BertConfig, BertForMaskedLM, BertLMHeadModel
 
 import anchorlens as al
 from anchorlens.errors import ModelError
 from anchorlens.models import load
 from anchorlens.models.facts import facts_of
 from anchorlens.passes.forward import run_pass
+from tests.models.test_verify_hooks import SIZES, TEXTS, made
 from tests.support.image_models import image_model
 from tests.support.tiny_models import boot, questions, randomize, tiny_gpt2
 from tests.support.unchanged import changed, state_of
@@ -240,12 +240,11 @@ def test_models_that_are_too_small_are_refused(byte_level: Any, through: str) ->
     assert prepared(n_positions=3, n_layer=1).cfg.n_ctx == 3
 
 
-@pytest.mark.parametrize("kind", [BertLMHeadModel, BertForMaskedLM])
+@pytest.mark.parametrize("ending", ["LMHeadModel", "ForMaskedLM"])
 @pytest.mark.parametrize("through", ["load", "prepare"])
-def test_bidirectional_models_are_refused(byte_level: Any, kind: Any, through: str) -> None:
-    sizes: dict[str, Any] = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2}
-    sizes |= {"num_attention_heads": 4, "max_position_embeddings": 64, "pad_token_id": 0}
-    weights: Any = randomize(kind(BertConfig(vocab_size=len(byte_level), **sizes)))
+def test_bidirectional_models_are_refused(byte_level: Any, ending: str, through: str) -> None:
+    sizes = SIZES | TEXTS | {"intermediate_size": 48, "pad_token_id": 0}
+    weights: Any = randomize(made("Bert", ending, **sizes))
     with pytest.raises(ModelError, match="bidirectional: its tokens attend to later ones"):
         if through == "load":
             al.load_model(weights, tokenizer=byte_level)

@@ -23,7 +23,6 @@ import pytest
 import torch
 
 import anchorlens as al
-from anchorlens.errors import ModelError
 from anchorlens.models.hooked import scores_name
 from tests.references.architecture_row import LINE
 from tests.references.architectures import ALL, BY_NAME, HYBRIDS
@@ -58,7 +57,6 @@ class Kind:
 
 
 def unprepared(weights: Any, tokenizer: Any) -> Any:
-    """Return a bridge that anchorlens has not prepared."""
     make = native_bridge if isinstance(weights, PlainToy) else boot
     return make(weights, tokenizer)
 
@@ -190,7 +188,7 @@ def test_every_quantity_equals_plain_transformers(
     path = request.config.getoption("--matrix-results")
     reason = row.refused.get(LINE, row.refused.get(kind))
     if reason is not None:
-        with pytest.raises((ModelError, RuntimeError), match=REFUSAL):
+        with pytest.raises((al.errors.ModelError, RuntimeError), match=REFUSAL):
             hooked(name, dtype, kind)
         save(path, name, dtype, kind, side, refused=reason)
         return

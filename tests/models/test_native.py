@@ -75,7 +75,6 @@ def reads_of(model: Any, batch: al.PromptBatch, changes: Sequence[Hook]) -> dict
 
 
 def changes_of(model: Any, batch: al.PromptBatch) -> dict[str, list[Hook]]:
-    """Interventions of the package, of each kind."""
     factor = torch.full((model.cfg.n_layers, model.cfg.n_heads), 0.5, dtype=torch.float64)
     after = al.Site(1, renormalize=False)
     return {
@@ -321,21 +320,15 @@ def test_between_passes_nothing_of_a_pass_or_of_the_model_is_kept(gpt2: Any) -> 
         def __call__(self, tensor: Tensor, hook: Any) -> None:
             pass
 
-    vars(gpt2.original_model)["held"] = observer = Held()
-    gone = weakref.ref(observer)
+    vars(gpt2.original_model)["held"], observer = Held(), Held()
+    of_model, of_pass = weakref.ref(gpt2.original_model.held), weakref.ref(observer)
     with of_one_run(gpt2, True):
         run_pass(gpt2, batch, observers=[(pattern_name(0), observer)])
-        del gpt2.original_model.held
-    del observer
-    gc.collect()
-    assert gone() is None
-    observer = Held()
-    gone = weakref.ref(observer)
-    with of_one_run(gpt2, True):
-        run_pass(gpt2, batch, observers=[(pattern_name(0), observer)])
-        del observer
+        del gpt2.original_model.held, observer
         gc.collect()
-        assert gone() is None
+        assert of_pass() is None
+    gc.collect()
+    assert of_model() is None
 
 
 @pytest.mark.slow_cases("whole models", "Gemma 3", "OSS", "dtype1", "dtype2")

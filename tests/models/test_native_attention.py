@@ -26,7 +26,6 @@ def bridge_of(name: str, tokenizer: Any) -> Any:
 
 @pytest.fixture(params=NATIVE)
 def model(request: pytest.FixtureRequest, byte_level: Any) -> Any:
-    """A bridge that is not prepared."""
     return bridge_of(request.param, byte_level)
 
 

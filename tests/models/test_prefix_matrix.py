@@ -4,10 +4,8 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
 import anchorlens as al
-from anchorlens.errors import ModelError
 from anchorlens.models.hooked import hooks_by_layer, scores_name
 from anchorlens.passes.forward import run_pass
 from anchorlens.questions.prefix_terms import LayerTerms, prefix_runs
@@ -28,7 +26,7 @@ def test_the_identities_of_a_prefix_hold(name: str, kind: str) -> None:
     in_prefix, queries = al.edges.demonstrations(batch), al.edges.query(batch)
     with precise(torch.float64):
         if name in NO_CACHE and kind == "bridge":
-            with pytest.raises(ModelError, match="takes no key-value cache"):
+            with pytest.raises(al.errors.ModelError, match="takes no key-value cache"):
                 prefix_runs(model, batch, in_prefix, queries)
             return
         runs = prefix_runs(model, batch, in_prefix, queries)
@@ -47,10 +45,10 @@ def test_the_identities_of_a_prefix_hold(name: str, kind: str) -> None:
 
 
 def check_attention(
-    model: Any, batch: al.PromptBatch, layers: list[LayerTerms], inside: Tensor, rows: slice
+    model: Any, batch: al.PromptBatch, layers: list[LayerTerms], inside: torch.Tensor, rows: slice
 ) -> None:
     """I1 and I3: relative attention does not change, and scores tell how much is taken."""
-    scores: dict[int, Tensor] = {}
+    scores: dict[int, torch.Tensor] = {}
     observers = hooks_by_layer(model, scores_name, scores.__setitem__)
     run_pass(model, batch, observers=observers)
     sinks = [value for name, value in model.named_parameters() if name.endswith(".sinks")]

@@ -14,7 +14,6 @@ import gguf
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from torch import Tensor
 from transformers import GPT2ForSequenceClassification, LlamaForSequenceClassification
 from transformers.utils import logging as of_transformers
 
@@ -44,7 +43,7 @@ def save(weights: Any, tokenizer: Any, folder: Path, **options: Any) -> Path:
     return folder
 
 
-def change_tensors(folder: Path, change: Callable[[dict[str, Tensor]], Any]) -> None:
+def change_tensors(folder: Path, change: Callable[[dict[str, torch.Tensor]], Any]) -> None:
     path = folder / "model.safetensors"
     tensors = load_file(path)
     change(tensors)

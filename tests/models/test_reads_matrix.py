@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
 import anchorlens as al
 from anchorlens.models.facts import facts_of
@@ -46,11 +45,11 @@ class EverySite(al.Metric):
         chosen = torch.cat([batch.label_positions, batch.target_positions[:, None]], dim=1)
         return {name: al.reads.At(at, chosen) for name, at in self.sites.items()}
 
-    def contributions(self, batch: al.PromptBatch, seen: al.reads.Seen) -> dict[str, Tensor]:
+    def contributions(self, batch: al.PromptBatch, seen: al.reads.Seen) -> dict[str, torch.Tensor]:
         return dict(seen)
 
 
-def read(model: Any, batch: al.PromptBatch, **options: Any) -> dict[str, Tensor]:
+def read(model: Any, batch: al.PromptBatch, **options: Any) -> dict[str, torch.Tensor]:
     with Study(model, [batch], {}, resamples=0, progress=False) as study:
         found = study.passes([EverySite(model)], **options).contributions(batch, ["every_site"])
     return {name.partition("/")[2]: values for name, values in found.items()}

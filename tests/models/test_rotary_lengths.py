@@ -4,9 +4,8 @@ The oracle is plain transformers, which runs each text alone on a copy of the we
 """
 
 import copy
-from collections.abc import Callable
 from dataclasses import dataclass, field
-from pathlib import Path
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -103,7 +102,7 @@ def test_runs_on_one_side_are_native_and_share_their_demonstrations(name: str) -
 
 @pytest.mark.quick_cases("whole models", "Llama dynamic")
 @pytest.mark.parametrize("name", [*CHANGING, *STAYING])
-def test_contexts_answer_as_the_whole_prompt_or_refuse(name: str, tmp_path: Path) -> None:
+def test_contexts_answer_as_the_whole_prompt_or_refuse(name: str, tmp_path: Any) -> None:
     model, plain = rotating(*MAKE[name])
     short, long = (on_side(prompts(model), is_long)[0] for is_long in (False, True))
     beta = torch.zeros(2, 4, short.label_positions.shape[1])
@@ -236,12 +235,10 @@ def test_a_generated_text_stays_on_one_side(name: str) -> None:
             assert int(plain(tokens[:, :stop]).logits[0, -1].argmax()) == int(tokens[0, stop])
 
 
-TRAIN: dict[str, Callable[..., Any]] = {
-    "prefix": lambda model, *of, **options: al.train_prefix(model, *of, **options),
-    "soft prompt": lambda model, *of, **options: al.train_soft_prompt(model, *of, **options),
-    "hard prompt": lambda model, *of, **options: al.train_hard_prompt(
-        model, *of, start=[300], **options
-    ),
+TRAIN: dict[str, Any] = {
+    "prefix": al.train_prefix,
+    "soft prompt": al.train_soft_prompt,
+    "hard prompt": partial(al.train_hard_prompt, start=[300]),
     "given tokens": lambda model, _, held_out, length, training: al.contexts.hard_prompts.of_tokens(
         model, [300] * length, held_out=held_out
     ),
@@ -250,7 +247,7 @@ TRAIN: dict[str, Callable[..., Any]] = {
 
 @pytest.mark.slow_cases("whole models", "prefix")
 @pytest.mark.parametrize("kind", TRAIN)
-def test_trained_contexts_refuse_queries_beyond_the_switch(kind: str, tmp_path: Path) -> None:
+def test_trained_contexts_refuse_queries_beyond_the_switch(kind: str, tmp_path: Any) -> None:
     model, _ = rotating("longrope", 34)  # in the queries after a trained context
     batches = prompts(model)
     lengths = [int(b.target_positions[0] - b.query_start[0]) + 1 for b in batches]

@@ -9,7 +9,6 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
 
 import anchorlens as al
-from anchorlens.errors import ModelError
 from anchorlens.models.read_weights import check_settings
 from tests.support.tiny_models import tiny_llama
 
@@ -163,7 +162,7 @@ def test_settings_that_nothing_reads_are_named(
 
 @pytest.mark.parametrize(("key", "value", "meant"), MISSPELT)
 def test_misspelt_settings_are_refused(key: str, value: Any, meant: str, tmp_path: Path) -> None:
-    with pytest.raises(ModelError, match=rf"misspelt: {key} \(for {meant}\)\. Correct"):
+    with pytest.raises(al.errors.ModelError, match=rf"misspelt: {key} \(for {meant}\)\. Correct"):
         without = {name: each for name, each in (SIZES | GROUPED).items() if name != meant}
         stored = {"model_type": "llama", **without, key: value}
         weights = AutoModelForCausalLM.from_config(AutoConfig.for_model(**stored))
@@ -180,5 +179,5 @@ def test_a_folder_is_asked_when_it_is_loaded(tmp_path: Path, byte_level: Any) ->
         al.load_model(tmp_path, device="cpu")
     path.write_text(json.dumps(stored | {"attention_biass": True}))
     (tmp_path / "adapter_config.json").write_text("{}")
-    with pytest.raises(ModelError, match="a model and an adapter of peft"):
+    with pytest.raises(al.errors.ModelError, match="a model and an adapter of peft"):
         al.load_model(tmp_path, device="cpu")

@@ -5,11 +5,9 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 from torch.nn.functional import cross_entropy
 
 import anchorlens as al
-from anchorlens.errors import ModelError
 from anchorlens.passes.forward import run_pass
 from tests.models.test_matrix import hooked as hooked_architecture
 from tests.references import plain
@@ -32,7 +30,7 @@ def long_labels(model: Any, side: Any = "right", queries: Any = QUERIES) -> al.P
     return batch
 
 
-def one_class_at_a_time(model: Any, prompt: plain.Prompt, words: Any, gold: int) -> Tensor:
+def one_class_at_a_time(model: Any, prompt: plain.Prompt, words: Any, gold: int) -> torch.Tensor:
     """``| sum_h A dL/dA |`` of a prompt, [layer, query, key], from a whole text for each class."""
     length, scores, attentions = prompt.tokens.shape[1], [], []
     for word in words:
@@ -53,7 +51,7 @@ def one_class_at_a_time(model: Any, prompt: plain.Prompt, words: Any, gold: int)
 
 
 def assert_as_whole_texts(
-    ours: Tensor, batch: al.PromptBatch, reference: Any, words: Any, tolerance: float
+    ours: torch.Tensor, batch: al.PromptBatch, reference: Any, words: Any, tolerance: float
 ) -> None:
     for row, prompt in enumerate(plain.prompts_of(batch)):
         inside = batch.attention_mask[row]
@@ -92,14 +90,13 @@ def test_words_after_padded_prompts_equal_whole_texts(name: str) -> None:
 
 
 @pytest.mark.slow("whole models")
-def test_words_of_one_token_give_the_loss_of_labels(hooked: Any, byte_level: Any) -> None:
-    model = hooked(tiny_gpt2(len(byte_level)).double(), byte_level)
-    batch = questions(model, 3)[0]
+def test_words_of_one_token_give_the_loss_of_labels(exact_gpt2: Any) -> None:
+    batch = questions(exact_gpt2, 3)[0]
     words = [[token] for token in batch.label_token_ids.tolist()]
-    expected = al.saliency(model, batch)
+    expected = al.saliency(exact_gpt2, batch)
     for per_token in (False, True):
         loss = al.losses.word_cross_entropy(words, per_token=per_token)
-        assert difference(al.saliency(model, batch, loss=loss), expected) <= 1e-12
+        assert difference(al.saliency(exact_gpt2, batch, loss=loss), expected) <= 1e-12
 
 
 def test_words_follow_the_target_and_not_the_tokens_after_it(gpt2: Any) -> None:
@@ -138,7 +135,7 @@ def test_hooks_act_in_the_prompt_alone(gpt2: Any) -> None:
     """The hooks of a prompt do not fit the rows of its continuations."""
     batch, seen = long_labels(gpt2), []
 
-    def note(pattern: Tensor, hook: Any) -> None:
+    def note(pattern: torch.Tensor, hook: Any) -> None:
         seen.append(tuple(pattern.shape[2:]))
 
     loss = al.losses.word_cross_entropy()
@@ -154,5 +151,5 @@ def test_models_without_a_cache_are_refused() -> None:
     batch = batch_of("right")
     words = [[token, 3] for token in batch.label_token_ids.tolist()]
     message = r"takes no key-value cache.* al\.losses\.label_cross_entropy"
-    with pytest.raises(ModelError, match=message):
+    with pytest.raises(al.errors.ModelError, match=message):
         al.saliency(model, batch, loss=al.losses.word_cross_entropy(words))

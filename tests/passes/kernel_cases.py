@@ -11,14 +11,12 @@ import subprocess
 import sys
 import tempfile
 import warnings
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 from unittest import mock
 
 import torch
 import triton
-from torch import Tensor
 
 import anchorlens as al
 from anchorlens.metrics.edge_sums import merged_and_of_heads
@@ -46,12 +44,12 @@ def error_of(
     of_values: int = 16,
     batch: int = 1,
     dtype: torch.dtype = torch.float32,
-    weight: Callable[..., Any] = al.weights.saliency,
+    weight: Any = al.weights.saliency,
 ) -> float:
     """How far the kernel is from whole tables in float64, of the largest sum."""
     generator = torch.Generator().manual_seed(0)
 
-    def numbers(*shape: int) -> Tensor:
+    def numbers(*shape: int) -> torch.Tensor:
         return torch.randn(*shape, generator=generator).to(dtype)
 
     query, key = numbers(batch, heads, LENGTH, width) * 2, numbers(batch, shared, LENGTH, width)
@@ -130,7 +128,6 @@ def runs() -> dict[str, Any]:
 
 
 def difference(ours: Any, expected: Any) -> float:
-    """The largest difference of any flow, of the largest in its tensor."""
     pairs = [
         (getattr(ours[name], field), getattr(expected[name], field))
         for name, fields in {

@@ -1,7 +1,6 @@
 """Gradient checkpoints give the same numbers, call each hook once, and hold one layer at a time."""
 
 from collections import Counter
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -58,10 +57,6 @@ def whole_prompts(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(way, "shared_lengths", lambda *of: {})
 
 
-def isolated(model: Any) -> Callable[[al.PromptBatch], Any]:
-    return lambda batch: al.isolate_labels(model, batch, [0, 2])
-
-
 @pytest.mark.quick_cases("many passes", "J")
 @pytest.mark.every_kind
 @pytest.mark.parametrize("name", ["GPT-J", "GPT-NeoX (Pythia)", "Gemma 2"])
@@ -71,7 +66,7 @@ def test_checkpoints_give_the_same_numbers_on_other_architectures(
     """The attention is wrapped, or parallel to the MLP, or in windows with soft caps."""
     monkeypatch.setattr(row_pieces, "PIECE", 10_000)  # several pieces of each product
     model = hooked(weights_of.__wrapped__(name, torch.float32), architecture_tokenizer())
-    for hooks in (None, isolated(model)):
+    for hooks in (None, lambda batch: al.isolate_labels(model, batch, [0, 2])):
         errors = differences(model, architecture_batch("left"), hooks)
         assert max(errors.values()) <= 1e-6, errors
 

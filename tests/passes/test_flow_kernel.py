@@ -4,7 +4,6 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Callable
 from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
@@ -21,7 +20,7 @@ pytestmark = pytest.mark.skipif(find_spec("triton") is None, reason="Triton is n
 
 
 @pytest.fixture(scope="module")
-def found(tmp_path_factory: Any) -> Callable[[str], dict[str, Any]]:
+def found(tmp_path_factory: Any) -> Any:
     """What a kind of kernel_cases.py finds, in a process of its own."""
 
     @cache

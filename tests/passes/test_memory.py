@@ -13,7 +13,6 @@ import torch
 from torch import Tensor
 
 import anchorlens as al
-from anchorlens.errors import MemoryLimitError
 from anchorlens.passes import memory
 from anchorlens.passes.forward import run_pass
 from anchorlens.passes.memory import is_out_of_memory
@@ -37,7 +36,6 @@ class Limited(Logits):
 
 
 def close(values: Tensor, expected: Tensor) -> bool:
-    """Return whether values are equal but for rounding, which the shape of a batch changes."""
     return bool(torch.allclose(values, expected, rtol=0, atol=2e-5 * float(expected.abs().max())))
 
 
@@ -96,7 +94,7 @@ def test_a_prompt_that_does_not_fit_raises_and_stored_rows_stay(gpt2: Any, tmp_p
     with (
         pytest.warns(UserWarning, match="going on with 1 at a time"),
         pytest.raises(
-            MemoryLimitError,
+            al.errors.MemoryLimitError,
             match=rf"a prompt of {length} tokens does not fit into memory by itself "
             rf"\(CUDA out of memory\. Tried .* GiB\.\); use fewer or shorter demonstrations",
         ),

@@ -6,12 +6,12 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
 import anchorlens as al
 from anchorlens.passes.forward import run_pass
 from tests.references import plain
-from tests.references.architectures import native
+from tests.references.architectures import BY_NAME, native
+from tests.references.comparison import tokenizer as small_tokenizer
 from tests.support.measures import difference
 from tests.support.tiny_models import questions, tiny_gemma3, tiny_gpt2, tiny_llama
 
@@ -25,8 +25,7 @@ MODELS: dict[str, tuple[Any, str]] = {
 TOLERANCE = {torch.bfloat16: 0.1, torch.float16: 0.02}
 
 
-def flows_of(maps: Tensor, batch: al.PromptBatch) -> Tensor:
-    """Return the mean flows over the prompts: [layer, flow]."""
+def flows_of(maps: torch.Tensor, batch: al.PromptBatch) -> torch.Tensor:
     flows = [edges(batch)[:, None].float() for edges in (al.edges.wp, al.edges.pq, al.edges.ww)]
     return torch.stack(
         [((maps * flow).sum((2, 3)) / flow.sum((2, 3))).mean(0) for flow in flows], dim=-1
@@ -65,3 +64,21 @@ def test_low_precision_is_as_accurate_as_in_transformers(
         changes.append(cut + al.hooks.isolate_random(low, batch, site, seed=0))
     for hooks in changes:
         assert run_pass(low, batch, hooks=hooks, loss=loss).isfinite().all()
+
+
+def test_a_model_that_cannot_run_in_a_type_is_refused(byte_level: Any) -> None:
+    """XGLM of transformers puts the lowest number of float64 into a float32."""
+    with pytest.raises(
+        al.errors.ModelError, match=r"XGLM.* cannot run in float64: .*; use float32"
+    ):
+        al.load_model(native("XGLM"), tokenizer=byte_level, dtype=torch.float64)
+
+
+def test_a_bridge_that_cannot_run_in_a_type_is_refused() -> None:
+    """TransformerLens multiplies a pattern in float32 by values in bfloat16."""
+    weights = BY_NAME["OLMo 2"].build(len(small_tokenizer()), torch.bfloat16)
+    message = (
+        "cannot run in bfloat16: .*; use float32 .*; if that fails too, TransformerLens raises"
+    )
+    with pytest.raises(al.errors.ModelError, match=message):
+        al.load_model(weights, tokenizer=small_tokenizer())

@@ -8,6 +8,7 @@ import torch
 import anchorlens as al
 from anchorlens.passes.blocks import BlockRuns, Starts
 from anchorlens.passes.forward import run_pass
+from tests.passes.test_forward import failing
 from tests.support.measures import counted_layers, difference
 from tests.support.tiny_models import questions
 
@@ -39,9 +40,6 @@ def test_what_is_stored_has_no_graph(gpt2: Any) -> None:
 def test_no_trace_is_left_after_an_exception(gpt2: Any) -> None:
     (batch,) = questions(gpt2, 2)
 
-    def fail(tensor: Any, hook: Any) -> None:
-        raise RuntimeError("in the middle")
-
     starts = Starts([2])
     clean = run_pass(gpt2, batch, starts=starts)
     cases: list[tuple[int, dict[str, Any]]] = [
@@ -49,9 +47,8 @@ def test_no_trace_is_left_after_an_exception(gpt2: Any) -> None:
         (2, {"start": starts.found[2]}),
     ]
     for layer, how in cases:
-        hooks = [(f"blocks.{layer}.hook_resid_post", fail)]
         with pytest.raises(RuntimeError, match="in the middle"):
-            run_pass(gpt2, batch, hooks=hooks, **how)
+            run_pass(gpt2, batch, hooks=failing(f"blocks.{layer}.hook_resid_post"), **how)
     assert torch.equal(run_pass(gpt2, batch), clean)
 
 
@@ -70,11 +67,7 @@ def test_a_replaced_forward_of_another_library_is_restored(gpt2: Any) -> None:
 
 
 def test_sites_name_their_layers(gpt2: Any) -> None:
-    assert list(al.sites.first_and_last(gpt2, [1, 3])) == [
-        "first layer",
-        "last layer",
-        "first 3 layers",
-        "last 3 layers",
-    ]
+    names = ["first layer", "last layer", "first 3 layers", "last 3 layers"]
+    assert list(al.sites.first_and_last(gpt2, [1, 3])) == names
     assert list(al.sites.windows(gpt2, 2)) == ["layers 0 to 1", "layers 1 to 2"]
     assert al.sites.windows(gpt2, 2)["layers 1 to 2"] == al.Site(range(1, 3))

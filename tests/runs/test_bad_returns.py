@@ -10,10 +10,10 @@ import plotly.graph_objects as go
 import pytest
 import torch
 from jaxtyping import Float
-from torch import Tensor
 
 import anchorlens as al
 from anchorlens.errors import AnchorlensError
+from anchorlens.system.arguments import called
 from tests.support.asked import scored
 from tests.support.tiny_models import questions
 
@@ -25,15 +25,11 @@ Given = Callable[..., Any]
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class OneRecord(al.Record):
-    """One number."""
-
     caption: ClassVar[str] = "One number."
-    one: Float[Tensor, ""] = al.kinds.mean("one")
+    one: Float[torch.Tensor, ""] = al.kinds.mean("one")
 
 
 class Shown(OneRecord):
-    """A record whose parts of a report are given."""
-
     given: ClassVar[dict[str, Given]] = {}
 
     def plot(self) -> go.Figure:
@@ -48,8 +44,6 @@ class Shown(OneRecord):
 
 @dataclass(frozen=True)
 class Asked(al.Metric):
-    """A metric whose methods are given."""
-
     given: Any
     name: str = "asked"
     record: ClassVar[type[al.Record]] = OneRecord
@@ -75,8 +69,6 @@ class Asked(al.Metric):
 
 @dataclass(frozen=True)
 class Own(al.contexts.Context, al.contexts.Trainable):
-    """A context whose parts are given."""
-
     given: Any
 
     @property
@@ -117,7 +109,7 @@ def of_kind(declare: Callable[[Given], Any]) -> Any:
     def call(model: Any, batches: Any, given: Given) -> Any:
         @dataclass(frozen=True, eq=False, kw_only=True)
         class OfKind(OneRecord):
-            other: Float[Tensor, ""] = declare(given)
+            other: Float[torch.Tensor, ""] = declare(given)
 
         metric = Asked({"result": lambda: None})
         object.__setattr__(metric, "result", OfKind.of)
@@ -141,7 +133,7 @@ def reported(name: str) -> Any:
     return call
 
 
-def keys_norm(cache: Any, seen: Any) -> Tensor:
+def keys_norm(cache: Any, seen: Any) -> torch.Tensor:
     return cache.keys[1].norm(dim=-1)
 
 
@@ -218,6 +210,15 @@ ROWS: dict[str, Any] = {
     "table": reported("table"),
     "answer": reported("answer"),
 }
+
+
+def ended() -> Any:
+    return next(iter(()))
+
+
+LINE = ended.__code__.co_firstlineno + 1
+ENDED = re.compile(rf"ended \(.*test_bad_returns\.py, line {LINE}\) raised StopIteration")
+
 WRONG: dict[str, Callable[[], Any]] = {
     "None": lambda: None,
     "text": lambda: "text",
@@ -226,8 +227,10 @@ WRONG: dict[str, Callable[[], Any]] = {
     "complex": lambda: torch.tensor([[[[[[1.0, 2.0]]]]]]).to(torch.complex64),
     "meta": lambda: torch.ones(2, device="meta"),
     "sparse": lambda: torch.ones(2, 2).to_sparse(),
+    "ended": ended,
 }
 MAY_BE_NONE = ("a hook", "answer")  # it changes nothing, or says nothing
+NOT_NAMED = ("once", "info of once", "optimizer")
 
 
 @pytest.mark.slow_cases("many passes", "size")
@@ -242,8 +245,25 @@ def test_what_does_not_fit_raises_an_error_of_the_package(
             continue
         with pytest.raises(AnchorlensError) as error:
             call(gpt2, batches, lambda *_, **__: wrong(), **path)  # noqa: B023
+        if wrong is ended and name not in NOT_NAMED:
+            assert ENDED.search(str(error.value)), name
         # A run names errors that are none of the package by their type.
         assert not re.search(r"no result for \w+: \w*Error: ", str(error.value)), (name, kind)
+
+
+class Later(torch.optim.SGD):
+    """An optimizer that ends after the trial of a training, which is of one number."""
+
+    def step(self, closure: Any = None) -> Any:
+        return ended() if self.param_groups[0]["params"][0].numel() > 1 else None
+
+
+def test_a_step_whose_iterator_ended_is_named(gpt2: Any) -> None:
+    first, second = questions(gpt2, 2, batch_size=1)
+    training = al.contexts.Training(steps=1, optimizer=Later, progress=False)
+    with pytest.raises(AnchorlensError, match=ENDED):
+        al.train_prefix(gpt2, [first], training, held_out=[second], length=2)
+    assert torch.is_grad_enabled()
 
 
 def test_what_users_build_has_the_types_of_its_fields(gpt2: Any) -> None:
@@ -256,3 +276,13 @@ def test_what_users_build_has_the_types_of_its_fields(gpt2: Any) -> None:
     for build in built:
         with pytest.raises(AnchorlensError, match=r"(must be a list of|takes sets of) .*; got "):
             build()
+
+
+def test_a_mistake_inside_a_function_of_the_user_is_their_own() -> None:
+    def add(pattern: Any, gradient: Any) -> Any:
+        return pattern + "1"
+
+    with pytest.raises(TypeError, match="unsupported operand"):
+        called("weight", add, "(pattern, gradient)", 1, 2)
+    with pytest.raises(al.errors.ArgumentError, match=r"a function of \(pattern\); got add, which"):
+        called("weight", add, "(pattern)", 1)

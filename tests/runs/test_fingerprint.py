@@ -1,7 +1,6 @@
 """The fingerprint holds everything that decides a number, and nothing else."""
 
 import json
-from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
@@ -23,14 +22,12 @@ def digest(tensor: Tensor) -> str:
 
 
 # Where a weight is changed, and what stands there afterwards.
-CHANGES: dict[str, tuple[Any, Callable[[Tensor], Tensor]]] = {
+CHANGES: dict[str, tuple[Any, Any]] = {
     "a negated row": (7, lambda weights: -weights[7]),
-    "negated rows": ([7, 9], lambda weights: -weights[[7, 9]]),
     "swapped rows": ([3, 40], lambda weights: weights[[40, 3]]),
     "swapped columns": ((slice(None), [1, 2]), lambda weights: weights[:, [2, 1]]),
     "one element": ((-1, -1), lambda weights: weights[-1, -1] + 1e-6),
     "one sign": ((0, 0), lambda weights: -weights[0, 0]),
-    "a permuted row": (5, lambda weights: weights[5].flip(0)),
     "all negated": (..., lambda weights: -weights),
 }
 
@@ -60,7 +57,6 @@ def test_each_bit_changes_the_digest() -> None:
 
 @pytest.mark.parametrize("rows", [0, 1, 17, 1024, 1025, 3000])
 def test_the_function_for_gpus_gives_the_sums_of_a_cpu(rows: int) -> None:
-    """The function for GPUs runs on a CPU here."""
     words = torch.randint(-(2**31), 2**31 - 1, (rows, checksum.ROW_WIDTH), dtype=torch.int32)
     expected = [
         sum(int(word) * int(weight) for word, weight in zip(row, checksum._WEIGHTS, strict=True))

@@ -10,7 +10,7 @@ import torch
 import anchorlens as al
 from anchorlens.errors import HookError
 from tests.support.measures import assert_same, difference, is_shared
-from tests.support.tiny_models import questions, tiny_gpt2
+from tests.support.tiny_models import questions
 
 pytestmark = pytest.mark.filterwarnings("ignore:nothing is cut or scaled:UserWarning")
 
@@ -64,26 +64,16 @@ def flows_and_others(model: Any, batches: Any, change: Change, **options: Any) -
     return al.run(model, batches, METRICS, hooks=lambda b: change(model, b), **QUIET, **options)
 
 
-@pytest.fixture(scope="module")
-def exact(hooked: Any, byte_level: Any) -> Any:
-    return hooked(tiny_gpt2(len(byte_level)).double(), byte_level)
-
-
-@pytest.fixture(scope="module")
-def clean_flows(exact: Any) -> torch.Tensor:
-    batches = questions(exact, 3)
-    return al.run(exact, batches, METRICS[:1], **QUIET)["saliency_flows"].flows
-
-
 @pytest.mark.every_kind
 @pytest.mark.parametrize("name", [*CUTS, *OTHERS])
-def test_hooks_of_the_package_change_what_prompts_share(
-    name: str, exact: Any, clean_flows: torch.Tensor
-) -> None:
+def test_hooks_of_the_package_change_what_prompts_share(name: str, exact_gpt2: Any) -> None:
     """In which other runs they do the same: tests/test_what_must_not_matter.py."""
-    change = (CUTS | OTHERS)[name]
-    flows = flows_and_others(exact, questions(exact, 3), change)["saliency_flows"].flows
-    assert difference(flows, clean_flows) > 1e-3
+    changes: list[Change] = [(CUTS | OTHERS)[name], lambda m, b: []]
+    changed, clean = (
+        flows_and_others(exact_gpt2, questions(exact_gpt2, 3), change)["saliency_flows"].flows
+        for change in changes
+    )
+    assert difference(changed, clean) > 1e-3
 
 
 def longer_queries(batch: al.PromptBatch) -> torch.Tensor:
@@ -120,51 +110,52 @@ def one_prompt(model: Any, batch: al.PromptBatch) -> Any:
     ],
 )
 def test_hooks_that_differ_between_prompts_of_a_set_run_whole_prompts(
-    change: Change, exact: Any
+    change: Change, exact_gpt2: Any
 ) -> None:
-    batches = questions(exact, 6, batch_size=2)
+    batches = questions(exact_gpt2, 6, batch_size=2)
     assert int(batches[-1].index[-1]) == LAST
-    ours = flows_and_others(exact, batches, change)
-    theirs = flows_and_others(exact, batches, change, share_prefix=False)
+    ours = flows_and_others(exact_gpt2, batches, change)
+    theirs = flows_and_others(exact_gpt2, batches, change, share_prefix=False)
     for name, record in ours.items():
         assert not is_shared(record)
         assert_same(record, theirs[name], 1e-10)
 
 
-def test_a_batch_without_an_edge_may_be_beside_others(exact: Any) -> None:
-    batches = questions(exact, 6, batch_size=1)
+def test_a_batch_without_an_edge_may_be_beside_others(exact_gpt2: Any) -> None:
+    batches = questions(exact_gpt2, 6, batch_size=1)
     found = [bool(longer_queries(batch)) for batch in batches]
     assert any(found) and not all(found)
 
     def cut(batch: al.PromptBatch) -> Any:
-        return al.block_edges(exact, batch, by_length(batch), range(3))
+        return al.block_edges(exact_gpt2, batch, by_length(batch), range(3))
 
-    changed = al.target_logits(exact, batches, hooks=cut, progress=False)
-    clean = al.target_logits(exact, batches, progress=False)
+    changed = al.target_logits(exact_gpt2, batches, hooks=cut, progress=False)
+    clean = al.target_logits(exact_gpt2, batches, progress=False)
     index = torch.cat([batch.index for batch in batches]).tolist()
     for position, has_edges in zip(index, found, strict=True):
         difference = float((changed[position] - clean[position]).abs().max())
         assert difference > 1e-4 if has_edges else difference < 1e-10
 
 
-def test_edges_that_follow_moved_prompts_act_there(exact: Any) -> None:
+def test_edges_that_follow_moved_prompts_act_there(exact_gpt2: Any) -> None:
     """Prompts with padding on the left are run with padding on the right."""
-    (left,), (right,) = (questions(exact, 4, padding_side=side) for side in ("left", "right"))
+    (left,), (right,) = (questions(exact_gpt2, 4, padding_side=side) for side in ("left", "right"))
     fixed = texts_read_by_anchors(left) & ~al.edges.from_first(left)
 
     def follows(batch: al.PromptBatch) -> Any:
-        return al.block_edges(exact, batch, texts_read_by_anchors(batch), 0)
+        return al.block_edges(exact_gpt2, batch, texts_read_by_anchors(batch), 0)
 
     ours, theirs = (
-        al.target_logits(exact, [batch], hooks=follows, progress=False) for batch in (left, right)
+        al.target_logits(exact_gpt2, [batch], hooks=follows, progress=False)
+        for batch in (left, right)
     )
     assert float((ours - theirs).abs().max()) < 1e-10
     # These stay where they were. Padding is on the other side, so that they lie in the prompts.
     inside = fixed & al.edges.every(right)
     with pytest.raises(HookError, match="prompts are run with their padding on the right"):
         al.target_logits(
-            exact,
+            exact_gpt2,
             [left],
-            hooks=lambda batch: al.block_edges(exact, batch, inside, 0),
+            hooks=lambda batch: al.block_edges(exact_gpt2, batch, inside, 0),
             progress=False,
         )

@@ -1,8 +1,8 @@
-"""Different batches and metrics in one run give the numbers that they give alone, or an error."""
+"""Different batches and metrics give in one run the numbers that they give alone, or an error."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from functools import wraps
+from functools import partial, wraps
 from typing import Any, ClassVar
 
 import pytest
@@ -13,9 +13,13 @@ from torch import Tensor
 import anchorlens as al
 from anchorlens.errors import HookError, MetricError, PromptError, RunError
 from anchorlens.models.hooked import pattern_name
+from anchorlens.passes.forward import run_pass
+from tests.support.asked import ask
 from tests.support.measures import assert_same, is_shared
 from tests.support.rotary_models import rotating
+from tests.support.stored_runs import Logits
 from tests.support.tiny_models import questions
+from tests.support.trained_contexts import train_reweighting
 
 QUIET: dict[str, Any] = {"resamples": 0, "progress": False}
 
@@ -169,10 +173,9 @@ def test_a_hook_of_a_metric_may_not_change_values(gpt2: Any, checkpoint: bool) -
 )
 def test_losses_without_a_graph_or_with_nan_are_refused(gpt2: Any, loss: Any, message: str) -> None:
     options: dict[str, Any] = {"loss": loss, **QUIET}
-    for checkpoints in (False, True):
+    for on in (False, True):
         with pytest.raises(MetricError, match=message):
-            options["gradient_checkpointing"] = checkpoints
-            al.run(gpt2, questions(gpt2, 1), [al.SaliencyFlows()], **options)
+            ask(gpt2, questions(gpt2, 1), al.SaliencyFlows(), gradient_checkpointing=on, **options)
 
 
 def test_hooks_without_a_hash_share_demonstrations_in_inference_mode(gpt2: Any) -> None:
@@ -184,8 +187,7 @@ def test_hooks_without_a_hash_share_demonstrations_in_inference_mode(gpt2: Any) 
             return al.isolate_labels(gpt2, batch, self.layers)
 
     def flows() -> al.Record:
-        asked = [al.SaliencyFlows()]
-        return al.run(gpt2, questions(gpt2, 3), asked, hooks=Change([0]), **QUIET)["saliency_flows"]
+        return ask(gpt2, questions(gpt2, 3), al.SaliencyFlows(), hooks=Change([0]), **QUIET)
 
     with torch.inference_mode():
         inside = flows()
@@ -198,8 +200,6 @@ OTHERS: list[al.Metric] = [al.SaliencyFlows(), al.AttentionAUCROC(), al.Accuracy
 
 @dataclass(frozen=True)
 class Editor(al.Metric):
-    """A metric that edits what it is given."""
-
     edit: Callable[[Tensor], Any]
     where: str
     name: ClassVar[str] = "editor"
@@ -234,26 +234,21 @@ class Editor(al.Metric):
         return MeanRecord(mean=rows["v"].mean())
 
 
-def multiply(tensor: Tensor) -> None:
-    tensor.mul_(0.5)
-
-
-def clear_data(tensor: Tensor) -> None:
-    tensor.data.zero_()
-
-
-def fill_with_nan(tensor: Tensor) -> None:
-    tensor.data.fill_(torch.nan)
+EDITS: dict[str, Callable[[Tensor], Any]] = {
+    "multiply": lambda tensor: tensor.mul_(0.5),
+    "clear": lambda tensor: tensor.data.zero_(),
+    "fill": lambda tensor: tensor.data.fill_(torch.nan),
+}
 
 
 @pytest.mark.every_kind
 @pytest.mark.parametrize("checkpoint", [False, True])
 @pytest.mark.parametrize("where", ["hooks", "backward_hooks", "blocks", "slopes"])
-@pytest.mark.parametrize("edit", [multiply, clear_data, fill_with_nan])
+@pytest.mark.parametrize("edit", EDITS)
 def test_an_edit_in_place_is_an_error_that_names_the_metric(
-    gpt2: Any, where: str, edit: Any, checkpoint: bool
+    gpt2: Any, where: str, edit: str, checkpoint: bool
 ) -> None:
-    metrics = [Editor(edit, where), *OTHERS]
+    metrics = [Editor(EDITS[edit], where), *OTHERS]
     with pytest.raises(HookError, match=r"metric 'editor' changed .* in place"):
         al.run(gpt2, questions(gpt2, 3), metrics, gradient_checkpointing=checkpoint, **QUIET)
 
@@ -274,17 +269,18 @@ def test_a_weight_that_looks_like_one_of_the_package_is_watched(gpt2: Any, marke
 @pytest.mark.quick_cases("many passes", "False", "multiply", "rows")
 @pytest.mark.every_kind
 @pytest.mark.filterwarnings("ignore:in 1 of 1 sets")
-@pytest.mark.parametrize("edit", [multiply, clear_data])
+@pytest.mark.parametrize("edit", ["multiply", "clear"])
 @pytest.mark.parametrize("where", ["rows", "numbers"])
 @pytest.mark.parametrize("changed", [False, True])
 def test_a_metric_that_edits_what_it_sees_does_not_change_other_results(
-    gpt2: Any, edit: Any, where: str, changed: bool
+    gpt2: Any, edit: str, where: str, changed: bool
 ) -> None:
     batches = questions(gpt2, 6, batch_size=2)
     hooks = (lambda batch: al.isolate_labels(gpt2, batch, 0)) if changed else None
     others = [*OTHERS, al.Loyalty()] if changed else OTHERS
     expected = al.run(gpt2, batches, others, hooks=hooks, **QUIET)
-    results = al.run(gpt2, batches, [Editor(edit, where), *others], hooks=hooks, **QUIET)
+    asked = [Editor(EDITS[edit], where), *others]
+    results = al.run(gpt2, batches, asked, hooks=hooks, **QUIET)
     for name, record in expected.items():
         assert_same(results[name], record)
 
@@ -305,3 +301,62 @@ def test_an_edit_in_a_later_batch_is_detected(gpt2: Any) -> None:
 def test_a_copy_may_be_edited(gpt2: Any) -> None:
     reader = Editor(lambda tensor: tensor.clone().mul_(2), "hooks")
     assert al.run(gpt2, questions(gpt2, 3), [reader], **QUIET)["editor"].mean == 0
+
+
+@pytest.mark.slow("many passes")
+def test_batches_of_several_calls_may_be_joined(gpt2: Any) -> None:
+    """Each call and each batch from positions counts its prompts from 0."""
+    calls = [questions(gpt2, count, seed, batch_size=2) for seed, count in ((1, 3), (2, 5))]
+    one_set = [questions(gpt2, 4, batch_size=2), questions(gpt2, 6, batch_size=4)]
+    from_positions = [
+        [
+            al.PromptBatch.from_positions(
+                torch.tensor([[9, 5, 6, token] for token in last]),
+                label_positions=[[1, 2]] * len(last),
+                label_classes=[[0, 1]] * len(last),
+                label_token_ids=[5, 6],
+            )
+        ]
+        for last in ([8, 7], [4])
+    ]
+    for parts in (calls, one_set, from_positions):
+        joined, *alone = (
+            al.run(gpt2, batches, [Logits()], **QUIET)["logits"].logits
+            for batches in (parts[0] + parts[1], *parts)
+        )
+        torch.testing.assert_close(joined, torch.cat(alone))
+        joined, *alone = (
+            al.target_logits(gpt2, batches, progress=False)
+            for batches in (parts[0] + parts[1], *parts)
+        )
+        # Sums are rounded in proportion to their largest terms, also where they come near 0.
+        largest = float(joined.abs().max())
+        torch.testing.assert_close(joined, torch.cat(alone), rtol=0, atol=1e-6 * largest)
+
+
+def test_a_beta_is_below_infinity_and_may_be_minus_infinity(gpt2: Any) -> None:
+    (batch,) = questions(gpt2, 2)
+    shape = (gpt2.cfg.n_layers, gpt2.cfg.n_heads, batch.label_positions.shape[1])
+    for value in (float("nan"), float("inf")):
+        with pytest.raises(HookError, match="beta must be numbers below infinity"):
+            train_reweighting(gpt2, [batch], steps=1, start=torch.full(shape, value))
+    logits, by_hand, clean = (  # the second is as good as 0
+        run_pass(gpt2, batch, hooks=al.reweight_anchors(gpt2, batch, torch.full(shape, beta)))
+        for beta in (-float("inf"), -80.0, 0.0)
+    )
+    assert torch.equal(logits, by_hand) and not torch.equal(logits, clean)
+
+
+class Falsy(list[Any]):
+    """A user's hooks that are a list and a function. The list is empty and counts as False."""
+
+    def __call__(self, batch: al.PromptBatch) -> list[Any]:
+        return [("blocks.0.attn.hook_pattern", lambda tensor, hook: tensor * 0.5)]
+
+
+def test_hooks_that_count_as_false_act(gpt2: Any) -> None:
+    batches = questions(gpt2, 2)
+    plain = partial(al.run, gpt2, batches, [al.Loyalty()], progress=False, resamples=0)
+    assert float(plain(hooks=Falsy())["loyalty"].kl) > 0
+    logits = partial(al.target_logits, gpt2, batches, progress=False)
+    assert not torch.equal(logits(hooks=Falsy()), logits())

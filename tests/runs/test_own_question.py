@@ -1,10 +1,8 @@
 """The experiment and the metric of the documentation, as users write them."""
 
-import ast
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import partial
-from pathlib import Path
 from typing import Any, ClassVar
 
 import pytest
@@ -32,30 +30,19 @@ QUIET: dict[str, Any] = {"progress": False, "resamples": 20}
 def test_the_code_is_short_and_imports_no_private_name(page: str) -> None:
     code = blocks_of(ROOT / "docs" / page, "python")[0].code
     assert len([line for line in code.splitlines() if line.strip()]) <= 40
-    modules = {
-        alias.name if isinstance(node, ast.Import) else node.module
-        for node in ast.walk(ast.parse(code))
-        if isinstance(node, ast.Import | ast.ImportFrom)
-        for alias in node.names
-    }
-    assert [name for name in modules if name and name.startswith("anchorlens")] == ["anchorlens"]
+    assert {*re.findall(r"anchorlens[.\w]*", code)} == {"anchorlens"}
 
 
-def divergence(model: Any, batch: al.PromptBatch, depth: int) -> torch.Tensor:
-    """KL(clean || isolated) by run_with_hooks alone, one prompt at a time."""
-    values = []
-    for number in range(len(batch)):
-        prompt = batch.prompt(number)
-        cut = al.isolate_labels(model, prompt, range(depth))
-        clean, changed = (
-            model.run_with_hooks(prompt.tokens, fwd_hooks=hooks)[0, -1]
-            .detach()
-            .double()
-            .log_softmax(-1)
-            for hooks in ([], cut)
-        )
-        values.append(torch.nn.functional.kl_div(changed, clean, log_target=True, reduction="sum"))
-    return torch.stack(values)
+def divergence(model: Any, prompt: al.PromptBatch, depth: int) -> torch.Tensor:
+    """KL(clean || isolated) of a prompt by run_with_hooks alone."""
+    clean, changed = (
+        model.run_with_hooks(prompt.tokens, fwd_hooks=hooks)[0, -1]
+        .detach()
+        .double()
+        .log_softmax(-1)
+        for hooks in ([], al.isolate_labels(model, prompt, range(depth)))
+    )
+    return torch.nn.functional.kl_div(changed, clean, log_target=True, reduction="sum")
 
 
 @pytest.mark.slow("many passes")
@@ -63,10 +50,9 @@ def test_the_experiment_equals_single_prompts(gpt2: Any) -> None:
     batches = questions(gpt2, 6, batch_size=2)
     asked = printed("own_question.md", "DivergenceByDepth")
     record = ask(gpt2, batches, asked((1, 2)), **QUIET)
-    expected = [
-        torch.cat([divergence(gpt2, batch, depth) for batch in batches]).mean() for depth in (1, 2)
-    ]
-    assert difference(record.kl, torch.stack(expected)) < 1e-5
+    prompts = questions(gpt2, 6, batch_size=1)
+    expected = [[divergence(gpt2, prompt, depth) for prompt in prompts] for depth in (1, 2)]
+    assert difference(record.kl, torch.tensor(expected).mean(1)) < 1e-5
     assert is_shared(record)
     low, high = record.intervals["kl"]
     assert (low <= record.kl).all() and (record.kl <= high).all() and (low < high).all()
@@ -143,11 +129,10 @@ def test_the_metric_equals_the_entropy_of_the_pattern(gpt2: Any) -> None:
     record = al.run(gpt2, batches, [metric], **QUIET)["target_entropy"]
     assert is_shared(record)
     rows = []
-    for batch in batches:
-        for number in range(len(batch)):
-            _, cache = gpt2.run_with_cache(batch.prompt(number).tokens)
-            patterns = [cache["pattern", layer][0, :, -1] for layer in range(gpt2.cfg.n_layers)]
-            rows.append(torch.special.entr(torch.stack(patterns)).sum(-1))
+    for prompt in questions(gpt2, 6, batch_size=1):
+        _, cache = gpt2.run_with_cache(prompt.tokens)
+        patterns = [cache["pattern", layer][0, :, -1] for layer in range(gpt2.cfg.n_layers)]
+        rows.append(torch.special.entr(torch.stack(patterns)).sum(-1))
     assert difference(record.entropy, torch.stack(rows).mean(0)) < 1e-5
 
 
@@ -171,70 +156,37 @@ def test_mistakes_in_an_experiment_are_errors(gpt2: Any) -> None:
             study.collect(of_batch)
 
 
-@dataclass(frozen=True)
-class GradientSum(al.Metric):
-    """The sum of the gradient at a hook point: of all tokens, or at the target alone."""
-
-    point: str
-    in_prefix: bool
-    name: str = "gradient"
-
-    def reads(self, batch: al.PromptBatch) -> al.reads.Reads:
-        sums = list[torch.Tensor]()
-        return {"sums": al.reads.Hooks(sums, (), [(self.point, partial(self.add, batch, sums))])}
-
-    def add(
-        self, batch: al.PromptBatch, sums: list[torch.Tensor], gradient: torch.Tensor, hook: Any
-    ) -> None:
-        if not self.in_prefix:
-            gradient = gradient[torch.arange(len(batch)), batch.target_rows]
-        sums.append(gradient.flatten(1).abs().sum(1).cpu().double())
-
-    def contributions(self, batch: al.PromptBatch, seen: al.reads.Seen) -> dict[str, torch.Tensor]:
-        return {"sum": seen["sums"][0]}
-
-    def result(self, rows: Any) -> al.records.AccuracyRecord:
-        return al.records.AccuracyRecord(accuracy=rows["sum"].mean(), correct=rows["sum"])
-
-
 @pytest.mark.every_kind
 @pytest.mark.filterwarnings("ignore:Full backward hook is firing")
-@pytest.mark.parametrize("in_prefix", [True, False])
 @pytest.mark.parametrize("point", ["blocks.1.attn.hook_q", "blocks.0.hook_resid_pre"])
-def test_gradients_at_every_hook_point_equal_those_of_whole_prompts(
-    gpt2: Any, point: str, in_prefix: bool
-) -> None:
+def test_gradients_after_shared_tokens_equal_those_of_whole_prompts(gpt2: Any, point: str) -> None:
     """A bridge calls hook_q with a copy: after a cached prefix its gradient was 0."""
     (batch,) = batches = questions(gpt2, 4)
-    metric = GradientSum(point, in_prefix)
-    ours, whole = (
-        al.run(gpt2, batches, [metric], share_prefix=share, **QUIET)["gradient"]
-        for share in (True, False)
-    )
-    assert not is_shared(ours)
-    assert whole.correct.min() > 0
-    assert difference(ours.correct, whole.correct) < 1e-5
-    if in_prefix:  # no metric gets gradients at a hook point of shared tokens
-        return
     after, _ = after_shared(batch, shared_lengths(batches, None))
     assert after.first_query > 0
-    sums = list[torch.Tensor]()
-    with frozen_in_eval_mode(gpt2):
-        run_pass(
-            gpt2,
-            after,
-            prefix=run_prefix(gpt2, shared_tokens(after)),
-            backward_hooks=[(point, partial(metric.add, after, sums))],
-            loss=al.losses.label_cross_entropy,
-        )
-    order = batch.index.argsort()
-    assert difference(sums[0][order], whole.correct) < 1e-5
+
+    def sums(of: al.PromptBatch, prefix: Any = None) -> torch.Tensor:
+        """Of the gradient at the target, in the order of the queries."""
+        found = list[torch.Tensor]()
+        hook = (point, lambda gradient, hook: found.append(gradient.detach()))
+        with frozen_in_eval_mode(gpt2):
+            run_pass(
+                gpt2,
+                of,
+                prefix=prefix,
+                backward_hooks=[hook],
+                loss=al.losses.label_cross_entropy,
+            )
+        at_target = found[0][torch.arange(len(of)), of.target_rows]
+        return at_target.flatten(1).abs().sum(1)[of.index.argsort()]
+
+    whole = sums(batch)
+    assert whole.min() > 0
+    assert difference(sums(after, run_prefix(gpt2, shared_tokens(after))), whole) < 1e-5
 
 
 @pytest.mark.parametrize("name", ["prompts", "weights", "torch"])
-def test_settings_cannot_have_names_of_the_fingerprint(
-    gpt2: Any, tmp_path: Path, name: str
-) -> None:
+def test_settings_cannot_have_names_of_the_fingerprint(gpt2: Any, tmp_path: Any, name: str) -> None:
     """They would replace entries of the fingerprint, such as the digest of the prompts."""
     study = Study(gpt2, questions(gpt2, 4), {name: "trec"}, folder=tmp_path, **QUIET)
     with study, pytest.raises(StoreError, match=f"settings cannot be named {name}"):
@@ -242,16 +194,29 @@ def test_settings_cannot_have_names_of_the_fingerprint(
     assert not list(tmp_path.iterdir())
 
 
-def test_a_folder_holds_one_collection(gpt2: Any, tmp_path: Path) -> None:
-    batches = questions(gpt2, 4, batch_size=2)
+def test_an_experiment_of_the_user_whose_code_changed_is_refused(gpt2: Any, tmp_path: Any) -> None:
+    """Its options are the same, and so are the rows of the first batch."""
+    batches = questions(gpt2, count=2, batch_size=1)
 
-    def zeros(batch: al.PromptBatch) -> dict[str, torch.Tensor]:
-        return {"x": torch.zeros(len(batch))}
+    def collected(factor: float) -> torch.Tensor:
+        def of_batch(batch: al.PromptBatch) -> dict[str, torch.Tensor]:
+            scale = factor if int(batch.index.min()) >= 1 else 1.0
+            return {"x": scale * run_pass(gpt2, batch).amax(1).cpu()}
 
-    with Study(gpt2, batches, {}, folder=tmp_path, **QUIET) as study:
-        study.collect(zeros)
+        with Study(gpt2, batches, {"experiment": "x"}, folder=tmp_path, **QUIET) as study:
+            return study.collect(of_batch)["x"]
+
+    first = collected(1.0)
+    assert torch.equal(collected(1.0), first)
+    with pytest.raises(StoreError, match="was computed by another function"):
+        collected(2.0)
+
+
+def test_a_folder_holds_one_collection(gpt2: Any, tmp_path: Any) -> None:
+    with Study(gpt2, questions(gpt2, 4, batch_size=2), {}, folder=tmp_path, **QUIET) as study:
+        study.collect(lambda batch: {"x": torch.zeros(len(batch))})
         with pytest.raises(StoreError, match="has collected already"):
-            study.collect(zeros)
+            study.collect(lambda batch: {"x": torch.zeros(len(batch))})
 
 
 def test_prompts_with_different_numbers_of_label_words_share_nothing(gpt2: Any) -> None:
@@ -272,13 +237,9 @@ def test_prompts_with_different_numbers_of_label_words_share_nothing(gpt2: Any) 
 
 
 def test_user_hooks_for_prompts_padded_on_the_left_are_refused(gpt2: Any) -> None:
-    batches = questions(gpt2, 5, padding_side="left")
-
-    def hooks(batch: al.PromptBatch) -> list[Any]:
-        return [("blocks.0.hook_resid_pre", lambda resid, hook: resid)]
-
+    asked = Changed([lambda batch: [("blocks.0.hook_resid_pre", lambda resid, hook: resid)]])
     with pytest.raises(HookError, match="padded on the left"), does_not_run(gpt2):
-        al.run(gpt2, batches, [al.Accuracy(), Changed([hooks])], **QUIET)
+        al.run(gpt2, questions(gpt2, 5, padding_side="left"), [al.Accuracy(), asked], **QUIET)
 
 
 def test_a_function_without_weak_references_can_change_a_run(gpt2: Any) -> None:

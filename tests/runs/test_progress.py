@@ -1,6 +1,5 @@
 """The bar of a run counts prompts, stored ones are done before it begins, and steps have names."""
 
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -24,9 +23,8 @@ class RecordedBar(Bar):
         RecordedBar.bars.append(self)
 
     def update(self, n: float | None = 1) -> bool | None:
-        shown = super().update(n)
-        self.done.append(int(self.n))
-        return shown
+        self.done.append(int(self.n + (n or 0)))
+        return super().update(n)
 
 
 @pytest.fixture(autouse=True)
@@ -35,8 +33,7 @@ def recorded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(study, "Bar", RecordedBar)
 
 
-def bar_of(model: Any, metric: Any, folder: Path | None = None) -> RecordedBar:
-    """The bar of a run over batches of 2, 2 and 1 prompts."""
+def bar_of(model: Any, metric: Any, folder: Any | None = None) -> RecordedBar:
     batches = questions(model, 5, batch_size=2)
     al.run(model, batches, [metric], folder=folder, resamples=0)
     return RecordedBar.bars.pop()
@@ -57,7 +54,7 @@ def test_long_prompts_run_and_count_one_at_a_time(
 
 
 @pytest.mark.slow("many passes")
-def test_stored_prompts_are_done_and_take_no_time(gpt2: Any, tmp_path: Path) -> None:
+def test_stored_prompts_are_done_and_take_no_time(gpt2: Any, tmp_path: Any) -> None:
     with pytest.raises(Killed):
         bar_of(gpt2, Logits(dies_in=2), tmp_path)
     assert RecordedBar.bars.pop().done == [2, 4]
@@ -72,11 +69,6 @@ def test_stored_prompts_are_done_and_take_no_time(gpt2: Any, tmp_path: Path) -> 
     assert (bar.initial, bar.done, bar.total) == (5, [], 5)
 
 
-def shown(bar: Bar) -> str:
-    """What the bar says of all work."""
-    return str(bar.postfix or "").partition("all: ")[2]
-
-
 def test_each_bar_says_how_long_all_steps_take(
     monkeypatch: pytest.MonkeyPatch, capsys: Any
 ) -> None:
@@ -87,7 +79,7 @@ def test_each_bar_says_how_long_all_steps_take(
     def update(bar: Bar, seconds: float, count: int) -> str:
         clock[0] += seconds
         bar.update(count)
-        return shown(bar)
+        return str(bar.postfix or "").partition("all: ")[2]
 
     with planned({"a": 10, "b": 20, "later": 10}):
         with step("a"), planned({"model": 4, "cuts": 16}):

@@ -3,6 +3,7 @@
 import logging
 from dataclasses import replace
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -66,10 +67,7 @@ def wrong_values(*args: Any, **options: Any) -> Any:
     return replace(prefix, values=tuple(value * 1.001 for value in prefix.values))
 
 
-def fails(*args: Any, **options: Any) -> Any:
-    raise RuntimeError("this cache does not fit")
-
-
+fails = Mock(side_effect=RuntimeError("this cache does not fit"))
 AT_POINTS = kv_cache.Graph.at_points
 FAILED = "off: no run from a key-value cache (this cache does not fit)"
 
@@ -189,11 +187,8 @@ def test_an_unexpected_error_is_logged(
 
 
 def test_out_of_memory_in_a_trial_is_raised(gpt2: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    def full(*args: Any, **kwargs: Any) -> Any:
-        raise torch.OutOfMemoryError("CUDA out of memory")
-
-    batch = questions(gpt2, 2)[0]
-    monkeypatch.setattr(compressed, "run_prefix", full)
+    batch, full = questions(gpt2, 2)[0], torch.OutOfMemoryError("CUDA out of memory")
+    monkeypatch.setattr(compressed, "run_prefix", Mock(side_effect=full))
     with pytest.raises(torch.OutOfMemoryError):
         al.compress(gpt2, batch)
 

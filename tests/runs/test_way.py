@@ -3,7 +3,6 @@
 Nothing runs: how batches run is decided before the first pass.
 """
 
-from collections.abc import Callable
 from contextlib import nullcontext
 from functools import partial
 from typing import Any
@@ -16,25 +15,21 @@ from anchorlens.models.hooked import pattern_name
 from anchorlens.passes.provide import Observation
 from anchorlens.runs import way
 from anchorlens.runs.way import Way, way_of
+from tests.runs.test_hooks_on_edges import OTHERS, Change
 from tests.support.tiny_models import questions
 
 FLOWS, VALUES = al.SaliencyFlows(), al.SegmentFlows(weight=al.weights.value_norm)
 LOSS = al.losses.label_cross_entropy
-Change = Callable[[Any, al.PromptBatch], Any]
 
 
-class Watching(al.Accuracy):
-    """Observes with a hook of its own."""
+def watching(point: str) -> al.Question:
+    """A metric that observes with a hook of its own."""
 
-    def reads(self, batch: al.PromptBatch) -> al.reads.Reads:
-        return {"none": al.reads.Hooks({}, [("hook_embed", lambda embedded, hook: None)])}
+    class Watching(al.Accuracy):
+        def reads(self, batch: al.PromptBatch) -> al.reads.Reads:
+            return {"none": al.reads.Hooks({}, [(point, lambda tensor, hook: None)])}
 
-
-class WatchingQueries(al.Accuracy):
-    """Observes with a hook of its own inside the attention."""
-
-    def reads(self, batch: al.PromptBatch) -> al.reads.Reads:
-        return {"none": al.reads.Hooks({}, [("blocks.0.attn.hook_q", lambda query, hook: None)])}
+    return Watching()
 
 
 def long_queries(batch: al.PromptBatch) -> Any:
@@ -68,7 +63,12 @@ WHOLE_PROMPTS: list[tuple[list[al.Question], Change | None, dict[str, Any], str]
         {},
         "off: segment_rollout reads blocks of the pattern of each pr",
     ),
-    ([Watching()], None, {}, "off: accuracy has hooks of its own, which see whole prompts"),
+    (
+        [watching("hook_embed")],
+        None,
+        {},
+        "off: accuracy has hooks of its own, which see whole prompts",
+    ),
     ([FLOWS], own_hook, {}, "off: hooks of your own act on positions"),
     ([FLOWS], random_words, {}, "off: hooks differ between prompts"),
     (
@@ -102,14 +102,6 @@ def test_prompts_that_share_nothing_run_whole(gpt2: Any) -> None:
     assert reason.startswith("off: no two prompts share")
 
 
-def after_the_softmax(model: Any, batch: al.PromptBatch) -> Any:
-    return al.isolate_labels(model, batch, al.Site(0, renormalize=False))
-
-
-def scaled(model: Any, batch: al.PromptBatch) -> Any:
-    return al.scale_edges(model, batch, al.edges.wp, 0.5, 0)
-
-
 def selected(model: Any, batch: al.PromptBatch) -> Any:
     return [(lambda name: name.endswith("hook_z"), lambda z, hook: z * 0)]
 
@@ -119,9 +111,9 @@ WHOLE_PATTERNS: list[tuple[list[al.Question], Change | None, dict[str, Any], str
     ([FLOWS, al.SegmentRollout()], None, {}, "segment_rollout needs them"),
     ([VALUES], None, {}, "segment_flows needs them"),
     # Its block may run twice.
-    ([FLOWS, WatchingQueries()], None, {}, "accuracy needs them"),
-    ([FLOWS], after_the_softmax, {}, "hooks act at blocks.0.attn.hook_pattern"),
-    ([FLOWS], scaled, {}, "hooks act at blocks.0"),
+    ([FLOWS, watching("blocks.0.attn.hook_q")], None, {}, "accuracy needs them"),
+    ([FLOWS], OTHERS["after the softmax"], {}, "hooks act at blocks.0.attn.hook_pattern"),
+    ([FLOWS], OTHERS["scale"], {}, "hooks act at blocks.0"),
     ([al.Accuracy()], selected, {}, "hooks act at the points that a function selects"),
     ([FLOWS], None, {"hooked": True}, "hooks may act on them"),
     (

@@ -11,7 +11,6 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from datetime import timedelta
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -111,7 +110,7 @@ CASES: list[Case] = [
 AT_A_TIME = 10  # pairs of processes; if more connect at once, it may take seconds
 
 
-def work(number: int, case: int, port: int, file: Path, connected: Sequence[Any]) -> None:
+def work(number: int, case: int, port: int, file: Any, connected: Sequence[Any]) -> None:
     """Run one of two processes: the victim, or the other one, which records its own error."""
     processes.TIME_OUT = TIME_OUT
     rank = {"RANK": str(number), "LOCAL_RANK": str(number), "WORLD_SIZE": "2"}
@@ -159,7 +158,7 @@ def free_ports(count: int) -> Iterator[int]:
             yield port
 
 
-def outcome_of(other: Any, file: Path) -> tuple[str, float]:
+def outcome_of(other: Any, file: Any) -> tuple[str, float]:
     """What the process that does not die wrote, after its end."""
     other.join(timeout=120)
     if other.is_alive() or not file.exists():

@@ -1,7 +1,6 @@
 """Paths that the system refuses to look at end in our errors, in every function that takes one."""
 
 import os
-from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -11,12 +10,12 @@ import pytest
 import anchorlens as al
 from anchorlens.errors import DataError
 from anchorlens.system.files import bytes_of, kind_of, paths_in
-from tests.attack.attack_scene import QUICK, QUIET, Scene, scene
+from tests.attack.attack_scene import QUICK, QUIET, scene
 from tests.test_arguments import _parameters, public_functions
 
-FLIPPED = al.prompts.relabeling.flipped()
+FUNCTIONS, FLIPPED = public_functions(), al.prompts.relabeling.flipped()
 # Each public function that takes a path, called with it.
-CALLS: dict[str, Callable[[Scene, Any], Any]] = {
+CALLS: dict[str, Any] = {
     "Record.load": lambda s, p: al.records.SaliencyFlowsRecord.load(p),
     "Record.save": lambda s, p: s.results["saliency_flows"].save(p),
     "Training": lambda s, p: al.train_prefix(
@@ -57,7 +56,7 @@ CALLS: dict[str, Callable[[Scene, Any], Any]] = {
 def test_every_public_function_that_takes_a_path_is_listed() -> None:
     taking = {
         name
-        for name, function in public_functions().items()
+        for name, function in FUNCTIONS.items()
         if any("Path" in str(hint) for hint in _parameters(function).values())
     }
     assert taking | {"load_model"} == CALLS.keys()  # whose source is a path among others
@@ -85,6 +84,13 @@ def test_paths_that_cannot_be_looked_at_end_in_our_errors(
     monkeypatch.setattr("os.stat", stat)
     with suppress(al.AnchorlensError):  # what only writes needs to ask nothing
         CALLS[name](scene(), closed / "x")
+
+
+@pytest.mark.parametrize("name", [n for n, f in FUNCTIONS.items() if "folder" in _parameters(f)])
+def test_a_folder_without_a_name_is_an_error(name: str) -> None:
+    for folder in ("", " ", Path()):
+        with pytest.raises(al.errors.ArgumentError, match="folder of"):
+            CALLS[name](scene(), folder)
 
 
 def test_what_is_at_a_path_is_told_apart(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
