@@ -103,17 +103,12 @@ def test_segments_of_texts_have_an_image_of_their_own(llava: Built) -> None:
     processor, place = llava[0], place_in(llava[0])
     pieces = [(None, place), ("question", " Who is it?"), (None, place), ("answer", " He")]
     texts = al.build_segments(processor.tokenizer, [pieces, [("question", "Who?")]])
-    batches = al.with_images(texts, processor, [[picture(0), picture(1)], []])
-    [batch] = batches
+    [batch] = al.with_images(texts, processor, [[picture(0), picture(1)], []])
     assert batch.segment_names == ("question", "answer", "image")
     assert al.edges.segment(batch, "image").sum(1).tolist() == [0, 8]
     assert [len(each) for each in batch.inputs] == [0, 1]
-    named = replace(
-        texts[0],
-        segments=texts[0].segments.clamp(min=0) * texts[0].attention_mask
-        + texts[0].attention_mask.long()
-        - 1,
-    )
+    inside = texts[0].segments.clamp(min=0).masked_fill(~texts[0].attention_mask, -1)
+    named = replace(texts[0], segments=inside)  # so that each image is in a segment
     [kept] = al.with_images([named], processor, [[picture(0), picture(1)], []])
     assert kept.segment_names == ("question", "answer")
 
@@ -157,10 +152,9 @@ def test_text_that_joins_the_tokens_of_an_image_is_refused() -> None:
 def header(width: int, height: int) -> bytes:
     """A PNG of zeros in one bit each, packed."""
     sizes = b"IHDR" + struct.pack(">IIBBBBB", width, height, 1, 0, 0, 0, 0)
-    parts = sizes, b"IDAT" + zlib.compress(bytes((width + 7) // 8 + 1) * height), b"IEND"
     ends = [
         struct.pack(">I", len(each) - 4) + each + struct.pack(">I", zlib.crc32(each))
-        for each in parts
+        for each in (sizes, b"IDAT" + zlib.compress(bytes((width + 7) // 8 + 1) * height), b"IEND")
     ]
     return b"\x89PNG\r\n\x1a\n" + b"".join(ends)
 

@@ -91,8 +91,7 @@ def test_label_words_follow_the_last_token(pairs: list[str], query: str, merged:
             al.build_prompts(tokenizer, task, demos, [query])
     else:
         (batch,) = al.build_prompts(tokenizer, task, demos, [query])
-        tokens = batch.label_token_ids.tolist()
-        assert tokenizer.convert_ids_to_tokens(tokens) == ["1", "d"]
+        assert tokenizer.convert_ids_to_tokens(batch.label_token_ids.tolist()) == ["1", "d"]
 
 
 @pytest.mark.parametrize(

@@ -8,17 +8,9 @@ import torch
 import anchorlens as al
 from anchorlens.errors import PromptError
 
-PIECES: list[tuple[str | None, str]] = [
-    ("question", "Who wrote it?"),
-    (None, "\n"),
-    ("answer", " Nobody knows."),
-]
-SHORT: list[tuple[str | None, str]] = [
-    ("question", "Why?"),
-    ("step", " Because"),
-    ("answer", " so."),
-    ("step", " Or"),
-]
+Pieces = list[tuple[str | None, str]]
+PIECES: Pieces = [("question", "Who wrote it?"), (None, "\n"), ("answer", " Nobody knows.")]
+SHORT: Pieces = [("question", "Why?"), ("step", " Because"), ("answer", " so."), ("step", " Or")]
 
 
 @pytest.mark.parametrize("side", ["left", "right"])
