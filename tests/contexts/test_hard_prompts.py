@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 import anchorlens as al
-from anchorlens.contexts import hard_prompt_search
+from anchorlens.contexts import hard_prompt_search, hard_prompts
 from anchorlens.contexts.embedded import embeddings_of, replaced_embeddings
 from anchorlens.contexts.hard_prompt_search import (
     NearestTokens,
@@ -65,8 +65,7 @@ def test_of_equal_embeddings_the_lowest_allowed_token_is_nearest() -> None:
     allowed = torch.ones(101, dtype=torch.bool)
     allowed[[8, 20]] = False
     points = table[8] + 0.05 * torch.randn(40, 37, generator=generator)
-    nearest = NearestTokens(table, table.norm(dim=1), allowed)
-    assert nearest.ids(points).unique().tolist() == [33]
+    assert NearestTokens(table, table.norm(dim=1), allowed).ids(points).unique().tolist() == [33]
 
 
 def test_of_almost_equal_embeddings_the_nearest_is_found_whatever_the_length_of_p() -> None:
@@ -107,11 +106,11 @@ def test_only_plain_tokens_among_those_of_the_user_are_found(gpt2: Any) -> None:
     allowed[[0, 300, 301, 17]] = True
     plain = plain_tokens(gpt2.tokenizer, len(gpt2.W_E))
     assert not plain[0] and plain[[17, 300, 301]].all()
-    method = al.contexts.hard_prompts.Descent(partial(torch.optim.SGD, lr=1e6))
+    method = hard_prompts.Descent(partial(torch.optim.SGD, lr=1e6))
     prompt = searched(gpt2, start=[300], method=method, allowed=allowed, check_every=1, steps=2)
     assert {*prompt.ids.tolist()} <= {17, 300, 301}
     _, [held_out] = halves(gpt2)
-    given = al.contexts.hard_prompts.of_tokens(gpt2, prompt.ids.tolist(), held_out=[held_out])
+    given = hard_prompts.of_tokens(gpt2, prompt.ids.tolist(), held_out=[held_out])
     assert torch.equal(given.logits(gpt2, held_out), prompt.logits(gpt2, held_out))
     assert float(given.training.best_accuracy) == float(prompt.training.best_accuracy)
 
@@ -149,13 +148,12 @@ def test_unused_tokens_are_not_plain(byte_level: Any) -> None:
 
 
 def trainable_of(model: Any, batch: al.PromptBatch, method: Any, **changes: Any) -> SearchedTokens:
-    allowed = torch.ones(len(model.W_E), dtype=torch.bool)
     fields: dict[str, Any] = {
         "model": model,
         "bos": bos_of(batch),
         "embeddings": model.W_E[[300, 17]].detach().clone().requires_grad_(),
         "unit": 1.0,
-        "nearest": NearestTokens.of(model, allowed),
+        "nearest": NearestTokens.of(model, torch.ones(len(model.W_E), dtype=torch.bool)),
         "method": method,
         "steps": 4,
         "seed": 0,
@@ -171,7 +169,7 @@ def test_the_gradient_equals_central_differences(hooked: Any, sentencepiece_like
     weights: Any = tiny_gpt2(len(sentencepiece_like))
     model = hooked(weights.double(), sentencepiece_like)
     batch = questions(model, 3)[0]
-    trainable = trainable_of(model, batch, replace(al.contexts.hard_prompts.PEZ, fluency=0.25))
+    trainable = trainable_of(model, batch, replace(hard_prompts.PEZ, fluency=0.25))
     tokens, n_bos = trainable.tokens, len(trainable.bos)
     assert n_bos == 1
 
@@ -196,7 +194,7 @@ def test_the_tokens_nearest_to_p_are_run_and_give_the_logits_of_plain_tokens(mod
     tokens = torch.cat([bos, torch.tensor([300, 17, 301])])
     point = embeddings_of(model, batch, tokens)[len(bos) :]
     nearby = (3 * point + 0.01).requires_grad_()
-    method = replace(al.contexts.hard_prompts.AUTOPROMPT, optimizer=SGD)
+    method = replace(hard_prompts.AUTOPROMPT, optimizer=SGD)
     trainable = trainable_of(model, batch, method, embeddings=nearby)
     assert torch.equal(trainable.tokens, tokens)
     queries = queries_after(batch, tokens)
@@ -215,9 +213,7 @@ def test_a_search_is_the_algorithm_by_hand_on_plain_transformers(llama: Any, kee
     """Steps of SGD on P with the clipped gradient at P', and a projection after each if asked."""
     ((batch,), _), start = halves(llama), [300, 301, 302]
     lr, clip, fluency = 8.0, 0.5, 0.2
-    method = al.contexts.hard_prompts.Descent(
-        partial(torch.optim.SGD, lr=lr), keep, fluency=fluency
-    )
+    method = hard_prompts.Descent(partial(torch.optim.SGD, lr=lr), keep, fluency=fluency)
     losses = searched(llama, method=method, start=start, clip=clip, steps=7).training.losses
     assert batch.gold is not None
     gold = batch.gold
@@ -264,20 +260,19 @@ def test_noise_follows_each_step(gpt2: Any) -> None:
         steps.append((step, steps_of_search))
         return 0.0
 
-    method = al.contexts.hard_prompts.Descent(SGD, noise=noise)
-    searched(gpt2, method=method, start=[300], steps=3)
+    searched(gpt2, method=hard_prompts.Descent(SGD, noise=noise), start=[300], steps=3)
     assert steps == [(0, 3), (1, 3), (2, 3)]
 
 
 def test_noise_becomes_smaller_and_depends_on_seed_and_step(gpt2: Any) -> None:
     batch = questions(gpt2, 2)[0]
-    noise = al.contexts.hard_prompts.Langevin(rate=0.5)
+    noise = hard_prompts.Langevin(rate=0.5)
     assert [noise(step, 4) for step in (0, 2, 4)] == pytest.approx([1.0, 0.1, 0.01])
-    fluent: Any = al.contexts.hard_prompts.FLUENT_PROMPT
+    fluent: Any = hard_prompts.FLUENT_PROMPT
     assert fluent.noise.rate == fluent.optimizer.rate and not fluent.keep_continuous
-    other = al.contexts.hard_prompts.Langevin(rate=8.0, first=0.25, last=0.01)
+    other = hard_prompts.Langevin(rate=8.0, first=0.25, last=0.01)
     assert [other(step, 2) for step in (0, 1, 2)] == pytest.approx([2.0, 0.8**0.5, 0.4])
-    method = al.contexts.hard_prompts.Descent(SGD, noise=noise)
+    method = hard_prompts.Descent(SGD, noise=noise)
 
     def moved(step: int, seed: int) -> Tensor:
         trainable = trainable_of(gpt2, batch, method, seed=seed)
@@ -311,18 +306,17 @@ def test_a_relative_rate_makes_the_same_steps_at_any_size_of_embeddings() -> Non
             points.append(values.detach() / scale)
         return torch.stack(points)
 
-    relative = al.contexts.hard_prompts.RelativeAdafactor(0.3)
+    relative = hard_prompts.RelativeAdafactor(0.3)
     torch.testing.assert_close(path(100.0, relative), path(1.0, relative))
-    absolute = al.contexts.hard_prompts.Adafactor(lr=0.3 * 12.5**0.5)
+    absolute = hard_prompts.Adafactor(lr=0.3 * 12.5**0.5)
     torch.testing.assert_close(path(1.0, relative), path(1.0, absolute))
 
 
 def test_without_a_step_the_start_is_returned(gpt2: Any) -> None:
-    words = al.contexts.hard_prompts.class_words(halves(gpt2)[0])
+    words = hard_prompts.class_words(halves(gpt2)[0])
     labels = [word.replace(" ", "Ġ") for word in al.TASKS["trec"].first_words]
     assert gpt2.tokenizer.convert_ids_to_tokens(words) == labels
-    prompt = searched(gpt2, steps=0, length=8)
-    assert prompt.ids.tolist() == [*words, *words][:8]
+    assert searched(gpt2, steps=0, length=8).ids.tolist() == [*words, *words][:8]
     assert searched(gpt2, steps=0, start=[300, 301]).ids.tolist() == [300, 301, 300]
 
 
@@ -330,12 +324,12 @@ def test_without_a_step_the_start_is_returned(gpt2: Any) -> None:
 def test_the_text_is_that_of_the_tokens_after_the_bos_and_is_encoded_again(model: Any) -> None:
     (_, held_out), tokenizer = halves(model), model.tokenizer
     joined = tokenizer(" the", add_special_tokens=False)["input_ids"]
-    whole = al.contexts.hard_prompts.of_tokens(model, joined, held_out=held_out)
+    whole = hard_prompts.of_tokens(model, joined, held_out=held_out)
     assert whole.text == " the" and whole.encodes_back and len(joined) == 1
     assert whole.encoded.tolist() == whole.tokens.tolist() == [*whole.info["bos"], *joined]
     marker = "Ġ" if not whole.info["bos"] else "▁"
     pieces = tokenizer.convert_tokens_to_ids([marker, "t", "h", "e"])
-    prompt = al.contexts.hard_prompts.of_tokens(model, pieces, held_out=held_out)
+    prompt = hard_prompts.of_tokens(model, pieces, held_out=held_out)
     assert prompt.text == " the" and torch.equal(prompt.encoded, whole.tokens)
     assert not prompt.encodes_back and "to other tokens" in prompt._repr_html_()
     assert float(prompt.encoded_accuracy) == float(whole.training.best_accuracy)
@@ -346,12 +340,10 @@ def test_the_accuracy_of_the_text_is_that_on_held_out_queries(gpt2: Any) -> None
     pieces = tokenizer.convert_tokens_to_ids(["Ġ", "t", "h", "e"])
     joined = tokenizer(" the", add_special_tokens=False)["input_ids"]
     (training,), (held_out,) = halves(gpt2)
-    context = al.contexts.hard_prompts.of_tokens(gpt2, joined, held_out=[held_out])
-    answers = [
-        batch.label_scores(context.logits(gpt2, batch)).argmax(1) for batch in (training, held_out)
-    ]
-    wrong = replace(training, gold=(answers[0] + 1) % 6)
-    right = replace(held_out, gold=answers[1])
+    context = hard_prompts.of_tokens(gpt2, joined, held_out=[held_out])
+    scores = [each.label_scores(context.logits(gpt2, each)) for each in (training, held_out)]
+    wrong = replace(training, gold=(scores[0].argmax(1) + 1) % 6)
+    right = replace(held_out, gold=scores[1].argmax(1))
     call: dict[str, Any] = {"start": pieces, "length": 4, "steps": 0}
     prompt = train_hard_prompt(gpt2, [wrong], held_out=[right], **call)
     assert prompt.encoded.tolist() == joined and float(prompt.encoded_accuracy) == 1
@@ -362,7 +354,7 @@ def test_random_prompts_are_plain_and_seeded(gpt2: Any) -> None:
     _, held_out = halves(gpt2)
     call: dict[str, Any] = {"held_out": held_out, "length": 4, "draws": 2}
     ids, again, others = (
-        [prompt.ids.tolist() for prompt in al.contexts.hard_prompts.random(gpt2, seed=n, **call)]
+        [prompt.ids.tolist() for prompt in hard_prompts.random(gpt2, seed=n, **call)]
         for n in (1, 1, 2)
     )
     assert len(ids) == 2 and ids[0] != ids[1] and ids == again != others
@@ -378,25 +370,19 @@ def test_inserted_tokens_give_the_prompts_that_a_text_before_them_gives(
     batch = questions(model, 3, padding_side=side)[0]
     words = "What is it?\n"
     ids = model.tokenizer(words, add_special_tokens=False)["input_ids"]
-    prompt = al.contexts.hard_prompts.of_tokens(model, ids, held_out=[batch])
-    longer = prompt.insert(batch)
+    longer = hard_prompts.of_tokens(model, ids, held_out=[batch]).insert(batch)
     check_batch(longer)
     task = al.TASKS["trec"]
-    begun = al.Task(task.template, task.labels, instructions=words)
-    expected = questions_of(model, begun, side)
-    for field in ("tokens", "label_positions", "target_positions", "attention_mask"):
-        assert torch.equal(getattr(longer, field), getattr(expected, field)), field
-    assert torch.equal(longer.query_start, expected.query_start)
-    assert torch.equal(longer.segments[:, -5:], expected.segments[:, -5:])
-    # So that a run takes no shared tokens of the shorter prompts for those of the longer ones.
-    assert torch.equal(longer.demonstrations_id, expected.demonstrations_id)
-
-
-def questions_of(model: Any, task: al.Task, side: Any) -> al.PromptBatch:
-    examples = al.load_examples("questions")
+    examples, begun = al.load_examples("questions"), replace(task, instructions=words)
     demos = al.sample_demonstrations(examples, seed=1)
-    queries = [example for example in examples if example not in demos][:3]
-    return al.build_prompts(model.tokenizer, task, demos, queries, padding_side=side)[0]
+    given = begun, demos, [example for example in examples if example not in demos][:3]
+    [expected] = al.build_prompts(model.tokenizer, *given, padding_side=side)
+    names = ["tokens", "label_positions", "target_positions", "attention_mask", "query_start"]
+    # So that a run takes no shared tokens of the shorter prompts for those of the longer ones.
+    names.append("demonstrations_id")
+    for name in names:
+        assert torch.equal(getattr(longer, name), getattr(expected, name)), name
+    assert torch.equal(longer.segments[:, -5:], expected.segments[:, -5:])
 
 
 @pytest.mark.changes_model

@@ -40,8 +40,7 @@ def test_gradients_are_those_of_central_differences(
     with frozen_in_eval_mode(model):
         trainable: Any
         if kind == "keys":
-            prefix = prefix_of_tokens(model, batch, tokens)
-            trainable = TrainedKeys(bos, *_split(prefix, len(bos)))
+            trainable = TrainedKeys(bos, *_split(prefix_of_tokens(model, batch, tokens), len(bos)))
         else:
             embeddings = embeddings_of(model, batch, tokens)[len(bos) :]
             trainable = _TrainedEmbeddings(bos, embeddings.requires_grad_())

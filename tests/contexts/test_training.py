@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 import anchorlens as al
-from anchorlens.contexts import compressed, training
+from anchorlens.contexts import compressed, hard_prompts, training
 from anchorlens.errors import MetricError, ModelError, NotFiniteError, StoreError
 from anchorlens.system.digest_file import read_with_digest, to_bytes_with_digest
 from tests.references.architectures import BY_NAME
@@ -31,9 +31,8 @@ def test_an_interrupted_training_continues_to_the_same_bits(
 ) -> None:
     """With the state of Adam and of Adafactor, and with noise; other seeds give other bits."""
     batches, held_out = split(gpt2)
-    call = partial(
-        TRAINERS[kind], gpt2, batches, held_out=held_out, steps=6, check_every=2, clip=inf
-    )
+    how: Any = {"held_out": held_out, "steps": 6, "check_every": 2, "clip": inf}
+    call = partial(TRAINERS[kind], gpt2, batches, **how)
     expected = call()
     assert not all(same(expected, call(seed=seed)) for seed in (1, 2))
     steps: list[int] = []
@@ -108,7 +107,7 @@ def test_low_precision_is_trained_in_float32(
 
     how: dict[str, Any] = {"optimizer": optimizer}
     if kind == "hard prompt":
-        how = {"method": al.contexts.hard_prompts.Descent(optimizer)}
+        how = {"method": hard_prompts.Descent(optimizer)}
     batches, held_out = split(model)
     context = TRAINERS[kind](model, batches, held_out=held_out, steps=2, **how)
     assert set(types) == {torch.float32} and context.prefix.keys[0].dtype == dtype
@@ -153,10 +152,9 @@ def test_a_forged_state_is_refused(gpt2: Any, tmp_path: Path) -> None:
 
 def halved_outputs(model: Any) -> Callable[[], None]:
     """Halve the outputs of a kind of module by a hook on all of torch; gives the end."""
-    handle = torch.nn.modules.module.register_module_forward_hook(
+    return torch.nn.modules.module.register_module_forward_hook(
         lambda module, given, out: out / 2 if type(module).__name__ == "GPT2MLP" else None
-    )
-    return handle.remove
+    ).remove
 
 
 def replaced_activations(model: Any) -> Callable[[], None]:
@@ -240,8 +238,8 @@ HUGE = partial(torch.optim.SGD, lr=inf)
 DIVERGING: dict[str, tuple[str, dict[str, Any]]] = {
     "prefix": ("prefix", {"optimizer": HUGE}),
     "soft prompt": ("soft prompt", {"optimizer": HUGE}),
-    "hard prompt": ("hard prompt", {"method": al.contexts.hard_prompts.Descent(HUGE)}),
-    "projected": ("hard prompt", {"method": al.contexts.hard_prompts.Descent(HUGE, False)}),
+    "hard prompt": ("hard prompt", {"method": hard_prompts.Descent(HUGE)}),
+    "projected": ("hard prompt", {"method": hard_prompts.Descent(HUGE, False)}),
 }
 
 
@@ -314,28 +312,20 @@ def test_held_out_numbers_are_means_over_queries_of_unequal_batches(gpt2: Any) -
     several, rest = questions(gpt2, 12, batch_size=4)[1:]
     single = rest.prompts(0, 1)
     context = trained(gpt2, batches=[first], held_out=[several, single], steps=0)
-    predicted = [
-        batch.label_scores(context.logits(gpt2, batch)).argmax(1) for batch in (several, single)
-    ]
-    # No answer but that to the single query is right.
-    several = replace(several, gold=(predicted[0] + 1) % len(several.label_token_ids))
-    held_out = [several, replace(single, gold=predicted[1])]
+    logits = [context.logits(gpt2, batch) for batch in (several, single)]
+    wrong = (several.label_scores(logits[0]).argmax(1) + 1) % len(several.label_token_ids)
+    right = single.label_scores(logits[1]).argmax(1)
+    held_out = [replace(several, gold=wrong), replace(single, gold=right)]
     record = trained(gpt2, batches=[first], held_out=held_out, steps=0).training
-    losses = [
-        al.losses.label_cross_entropy(context.logits(gpt2, batch), batch) for batch in held_out
-    ]
+    losses = [*map(al.losses.label_cross_entropy, logits, held_out)]
     assert record is not None and float(record.best_accuracy) == pytest.approx(1 / 5)
     assert float(record.held_out_loss) == pytest.approx(float(torch.cat(losses).mean()))
     assert losses[0].mean() != losses[1].mean()
 
 
 MAKERS: dict[str, Any] = {kind: TRAINERS[kind] for kind in CONTEXTS} | {
-    "hard prompt of tokens": lambda model, batches, **options: al.contexts.hard_prompts.of_tokens(
-        model, [300], **options
-    ),
-    "random hard prompt": lambda model, batches, **options: al.contexts.hard_prompts.random(
-        model, length=1, draws=1, **options
-    ),
+    "hard prompt of tokens": lambda model, _, **how: hard_prompts.of_tokens(model, [300], **how),
+    "random hard prompt": lambda model, _, **how: hard_prompts.random(model, draws=1, **how),
     "compressed": lambda model, batches, **options: al.compress(model, batches[0]),
 }
 
@@ -425,5 +415,4 @@ def test_training_says_which_queries_it_used(gpt2: Any) -> None:
     assert sorted(training.query_digests([*batches, *held_out])) == stored
     left = split(gpt2, padding_side="left", seed=2)[0]  # after other demonstrations
     assert set(training.query_digests(left)) <= set(stored)
-    others = questions(gpt2, 14)
-    assert len(set(training.query_digests(others)) - set(stored)) == 2
+    assert len(set(training.query_digests(questions(gpt2, 14))) - set(stored)) == 2
