@@ -53,8 +53,7 @@ def test_lines_are_sums_of_saliency_over_layers_on_one_scale(name: str, request:
         shown = [float(in_digits(each)) for each in sums[panel][is_drawn]]
         assert lines[is_drawn].tolist() == shown
         assert sums[panel][~is_drawn].max() <= lightest * (1 + 1e-6)
-    darkness = {line.opacity for line in figure.data if line.mode == "lines"}
-    assert max(darkness) == 1
+    assert max({line.opacity for line in figure.data if line.mode == "lines"}) == 1
     in_legend = {line.name: line.opacity for line in figure.data if line.showlegend}
     assert len(in_legend) == 3 == len([line for line in figure.data if line.showlegend])
     for name, opacity in in_legend.items():
