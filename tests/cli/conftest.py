@@ -3,6 +3,7 @@
 import sys
 import warnings
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 from unittest.mock import Mock
@@ -45,28 +46,22 @@ def call(monkeypatch: pytest.MonkeyPatch, capsys: Any) -> Callable[..., Told]:
     return called
 
 
+def ended(call: Callable[..., Told], status: int, *arguments: str) -> Told:
+    told = call(*arguments)
+    assert told.status == status, told.err
+    return told
+
+
 @pytest.fixture
 def done(call: Callable[..., Told]) -> Callable[..., Told]:
     """Runs a command that does its work."""
-
-    def called(*arguments: str) -> Told:
-        told = call(*arguments)
-        assert told.status == 0, told.err
-        return told
-
-    return called
+    return partial(ended, call, 0)
 
 
 @pytest.fixture
 def failed(call: Callable[..., Told]) -> Callable[..., str]:
     """Runs a command that fails: the line of its error."""
-
-    def called(*arguments: str) -> str:
-        told = call(*arguments)
-        assert told.status == 1, told.err
-        return told.error
-
-    return called
+    return lambda *arguments: ended(call, 1, *arguments).error
 
 
 @pytest.fixture

@@ -19,8 +19,7 @@ COMMAND = ["contexts", "--task", "sentiment", "--length", "2", *SMALL]
 
 def test_trainings_have_the_options_of_the_command(tmp_path: Path) -> None:
     options: Any = SimpleNamespace(steps=3, seed=7, quiet=True)
-    how = training_of("soft prompt", options, tmp_path)
-    assert how == al.contexts.Training(
+    assert training_of("soft prompt", options, tmp_path) == al.contexts.Training(
         steps=3, seed=7, folder=tmp_path / "soft_prompt", progress=False
     )
 
@@ -61,11 +60,9 @@ def test_contexts_are_trained_compared_and_reported(
     assert ">Training, prefix</h3>" in page
     table = record.table()
     whole = table.loc["demonstrations"]  # known by definition, so that there is no interval
-    assert [whole[name] for name in ("gain over demonstrations", "label loyalty")] == ["0", "1"]
-    assert (
-        whole["KL in nats"].removesuffix(" [0.00, 0.00]") == "0.00"
-        and table["gain over the first"].iloc[0] == "0"
-    )
+    names = ["gain over demonstrations", "label loyalty", "KL in nats"]
+    assert [whole[name].removesuffix(" [0.00, 0.00]") for name in names] == ["0", "1", "0.00"]
+    assert table["gain over the first"].iloc[0] == "0"
     assert printed_values["answer"]["sentence"].startswith("This cannot be told: the model")
     assert escape(printed_values["answer"]["limits"]) in page and "<strong>Next:</strong>" in page
 

@@ -142,13 +142,11 @@ def test_dates_are_no_classes_unless_they_are_named(tmp_path: Path) -> None:
     """Two dates, each in many rows, would be classes otherwise."""
     path = tmp_path / "a.csv"
     for days in (["2026-01-03", "2026-1-4"], ["3.1.26", "04.01.2026 12:30"]):
-        table = frame(["b", "a"]).drop(columns="date").assign(date=days * 8)
-        commas(table, path)
+        commas(frame(["b", "a"]).drop(columns="date").assign(date=days * 8), path)
         others = str(layout_of(path)).partition("classes from")[2]
         assert "column topic" in others and "date" not in others
         assert chosen(path, label_column="date").entries["label_column"] == "date"
-    versions = frame(["b", "a"]).drop(columns="topic").assign(date=["1.2.x", "1.3.x"] * 8)
-    commas(versions, path)
+    commas(frame(["b", "a"]).drop(columns="topic").assign(date=["1.2.x", "1.3.x"] * 8), path)
     assert layout_of(path).label == "date"
 
 
@@ -267,11 +265,7 @@ def test_an_error_names_the_columns_and_deletes_nothing_that_another_column_has(
         (frame(["a", "b"]), {"text_column": "c"}, "there is no column 'c'. Columns, with how many"),
         (frame(["a", "b"]), {"queries": 50}, "14 rows are left for queries beside the demonstrat"),
         (frame(["a", "b"]), {"label_column": "id"}, "0 rows are left for queries beside the"),
-        (
-            frame(["good", "good "]),
-            {},
-            "the classes 'good', 'good ' are the same word, or blank; g",
-        ),
+        (frame(["good", "good "]), {}, "the classes 'good', 'good ' are the same word, or blank"),
         (frame(["a_b", "a b", "c"]), {}, "the classes 'a b', 'a_b' are the same word, or blank; g"),
         (frame(["a", " "]), {}, "the classes ' ' are the same word, or blank; give each class one"),
     ],
@@ -403,8 +397,7 @@ def test_the_next_command_has_the_same_data_and_no_more_queries_than_there_are(
     )
     done(*command, "--quiet")
     settings = json.loads((tmp_path / "here-2/settings.json").read_text())
-    expected = {"data": "../b.csv", "chat": False, "shots": 4, "queries": 8}
-    assert settings.items() >= expected.items()
+    assert settings.items() >= {"data": "../b.csv", "chat": False, "shots": 4, "queries": 8}.items()
 
 
 @pytest.mark.slow("whole commands")

@@ -65,16 +65,14 @@ def test_a_command_without_any_record_is_an_error(
 def test_emocontext_runs_only_if_it_is_named(
     done: Any, monkeypatch: Any, paper_parts: Mock, into_folder: list[str]
 ) -> None:
-    bundled = {name: bundle for bundle, name in BUNDLED.items()}
-    monkeypatch.setattr(
-        demonstration_sets, "load_examples", lambda name, split: al.load_examples(bundled[name])
-    )
+    of = {name: bundle for bundle, name in BUNDLED.items()}
+    load: Any = lambda name, split: al.load_examples(of[name])  # noqa: E731
+    monkeypatch.setattr(demonstration_sets, "load_examples", load)
     done("paper", *into_folder)
     done("paper", *into_folder, "--tasks", "sst2, emo")
     tasks = [[*call.args[1]] for call in paper_parts.call_args_list]
     assert tasks == [["sst2", "trec", "agnews"], ["sst2", "emo"]]
-    parts = paper_parts.call_args.kwargs["parts"]
-    assert parts == ("figures", "table 1", "table 2", "table 3")
+    assert paper_parts.call_args.kwargs["parts"] == ("figures", "table 1", "table 2", "table 3")
 
 
 @pytest.mark.slow("whole commands")
@@ -87,6 +85,7 @@ def test_data_can_be_a_folder(
         rows = [{"text": f"{split} {k}", "label": k % 2} for k in range(24)]
         (tmp_path / "sst2" / f"{split}.jsonl").write_text("\n".join(map(json.dumps, rows)))
     done("paper", "--tasks", "sst2", str(tmp_path), *into_folder, *QUICK)
-    pool, tests = paper_parts.call_args.args[1]["sst2"]
-    assert {example.text.split()[0] for example in pool} == {"train"}
-    assert {example.text.split()[0] for example in tests} == {"test"}
+    for examples, split in zip(
+        paper_parts.call_args.args[1]["sst2"], ("train", "test"), strict=True
+    ):
+        assert {example.text.split()[0] for example in examples} == {split}

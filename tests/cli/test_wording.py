@@ -19,11 +19,7 @@ from tests.test_architecture import NODES
         ("leave the type (dtype=) of weights", "--dtype", "leave the type (--dtype) of weights"),
         ("start over (al.forget_run). prompts", "--fresh", "start over (--fresh). prompts"),
         ("of one prompt (batch_size=1), or", "--batch-size", "of one prompt (--batch-size 1), or"),
-        (
-            "use gradient_checkpointing=True",
-            "--gradient-checkpointing",
-            "use --gradient-checkpoint",
-        ),
+        ("use gradient_checkpointing=True", "--gradient-checkpointing", "use --gradient-checkpo"),
         ("(text= and label=) or rename", "--text-column", "(--text-column and label=) or rename"),
         ("one of classes=['a', 'b'])", "--classes", "one of --classes ['a', 'b'])"),
         ("my.label=3 and new_label=3", "--label-column", ""),
