@@ -27,7 +27,6 @@ class Told(NamedTuple):
 
     @property
     def error(self) -> str:
-        """The line of the error."""
         [line] = [text for text in self.err.splitlines() if text.startswith("error: ")]
         return line
 
@@ -44,6 +43,13 @@ def call(monkeypatch: pytest.MonkeyPatch, capsys: Any) -> Callable[..., Told]:
         return Told(int(stop.value.code or 0), *capsys.readouterr())
 
     return called
+
+
+def saved(weights: Any, tokenizer: Any, folder: Path) -> str:
+    """A model in a folder, whose path it gives."""
+    weights.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return str(folder)
 
 
 def ended(call: Callable[..., Told], status: int, *arguments: str) -> Told:
@@ -66,7 +72,6 @@ def failed(call: Callable[..., Told]) -> Callable[..., str]:
 
 @pytest.fixture
 def into_folder(shallow_folder: Path, tmp_path: Path) -> list[str]:
-    """The options of a model and of the folder ``tmp_path``."""
     return ["--model", str(shallow_folder), "--out", str(tmp_path)]
 
 
@@ -88,7 +93,6 @@ def paper_parts(monkeypatch: pytest.MonkeyPatch) -> Mock:
 
 @pytest.fixture(scope="session")
 def made_before(shallow_folder: Path) -> al.Results:
-    """The records of an analysis."""
     model = al.load_model(shallow_folder)
     batches = al.sample_prompts(model, "questions", queries=12)
     options: dict[str, Any] = {"resamples": 5, "random_weights": False, "progress": False}

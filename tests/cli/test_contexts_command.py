@@ -29,8 +29,6 @@ def test_trainings_have_the_options_of_the_command(tmp_path: Path) -> None:
 def test_contexts_are_trained_compared_and_reported(
     done: Any, monkeypatch: Any, into_folder: list[str], tmp_path: Path
 ) -> None:
-    """Label words have two tokens."""
-
     def with_long_words(*given: Any, **options: Any) -> list[al.PromptBatch]:
         batches = prompts_of_draws(*given, **options)
         return [replace(batch, label_ends=batch.label_positions + 1) for batch in batches]
@@ -49,8 +47,7 @@ def test_contexts_are_trained_compared_and_reported(
     assert values["kl"]["anchors only"]["value"] == float(record.kl[2])
     low, high = record.intervals["accuracy"][:, 2].tolist()
     assert values["accuracy"]["anchors only"]["interval"] == [low, high]
-    prefix = al.contexts.PrefixContext.load(tmp_path / "sentiment" / "prefix.safetensors")
-    assert prefix.training is not None
+    prefix: Any = al.contexts.PrefixContext.load(tmp_path / "sentiment" / "prefix.safetensors")
     assert len(prefix.tokens) == 2 and len(prefix.training.losses) == 1
     hard_prompt = al.contexts.HardPrompt.load(tmp_path / "sentiment" / "hard_prompt.safetensors")
     assert printed_values["texts"] == {"hard prompt": hard_prompt.text}

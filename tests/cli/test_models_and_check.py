@@ -14,6 +14,7 @@ from anchorlens.cli import check
 from anchorlens.cli.architectures import table_of_architectures
 from anchorlens.errors import MetricError, PromptError
 from anchorlens.passes.provide import need_gradient, reads_of
+from tests.cli.conftest import saved
 from tests.support.tiny_models import randomize
 
 ROOT = Path(__file__).parents[2]
@@ -65,12 +66,6 @@ def test_check_says_what_works(done: Any, model_folder: Path) -> None:
     assert found.items() >= wanted.items()
     assert "tokens of each prompt, run once for all" in found["shared_demonstrations"]
     assert found["compression"].startswith("yes, ")
-
-
-def saved(weights: Any, tokenizer: Any, folder: Path) -> str:
-    weights.save_pretrained(folder)
-    tokenizer.save_pretrained(folder)
-    return str(folder)
 
 
 def tiny_opt(vocab_size: int) -> Any:

@@ -17,6 +17,7 @@ import anchorlens as al
 from anchorlens.errors import DataError
 from anchorlens.experiments import analysis
 from anchorlens.prompts.documents import read_documents
+from tests.cli.conftest import saved
 from tests.support.asked import ask
 from tests.support.tiny_models import tiny_gpt2
 
@@ -156,9 +157,7 @@ def positive_folder(byte_level: Any, tmp_path: Path) -> Path:
         (token,) = byte_level(" Positive")["input_ids"]
         weights.transformer.wte.weight[token] *= 2
         weights.transformer.ln_f.bias += 5 * weights.transformer.wte.weight[token]
-    weights.save_pretrained(tmp_path / "positive")
-    byte_level.save_pretrained(tmp_path / "positive")
-    return tmp_path / "positive"
+    return Path(saved(weights, byte_level, tmp_path / "positive"))
 
 
 @pytest.mark.slow("whole commands")
@@ -237,7 +236,6 @@ def test_faithfulness_of_a_task_is_that_of_the_question(
         assert " ".join(parts[-1].split()).startswith(row["query"].rstrip("…"))
 
         def log_odds(without: int | None, pieces: list[Any] = pieces) -> torch.Tensor:
-            """Of each token that comes next."""
             kept = [torch.full_like(piece, k != without) for k, piece in enumerate(pieces)]
             ids, mask = torch.cat(pieces), torch.cat(kept)
             if removal == "text":

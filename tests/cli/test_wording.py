@@ -32,7 +32,6 @@ def test_an_argument_is_told_as_the_option_that_a_command_has(
     assert (told or message) in in_words_of_the_command(message, [option])
 
 
-# Options of other programs.
 OF_OTHERS = {"--multi_gpu", "--nproc-per-node", "--merge"}
 
 

@@ -1,6 +1,7 @@
 """Compressed contexts: selected tokens, their positions, bad input, and what loyalty measures."""
 
 from dataclasses import replace
+from functools import partial
 from itertools import pairwise
 from typing import Any
 
@@ -54,7 +55,6 @@ def test_selections_have_the_segments_that_they_name(llama: Any) -> None:
 
 
 def test_random_selections_have_as_many_tokens_as_label_words(gpt2: Any) -> None:
-    """Each demonstration has as many selected text tokens as its label word has tokens."""
     demos = shared(questions(gpt2, 3)[0])
     ends = [-1, *demos.label_ends[0].tolist()]
     words = [*zip(demos.label_positions[0].tolist(), ends[1:], ends[:-1], strict=True)]
@@ -90,18 +90,12 @@ def last(demonstrations: al.PromptBatch) -> Tensor:
     return demonstrations.positions == demonstrations.tokens.shape[1] - 1
 
 
+SELECTIONS = [selection.anchors_and_format, selection.label_words, selection.random_and_format(1)]
+
+
 @pytest.mark.slow("trained contexts")
 @pytest.mark.every_kind
-@pytest.mark.parametrize(
-    "select",
-    [
-        selection.anchors_and_format,
-        selection.label_words,
-        selection.random_and_format(1),
-        second,
-        last,
-    ],
-)
+@pytest.mark.parametrize("select", [*SELECTIONS, second, last])
 def test_a_compressed_context_equals_masking(model: Any, select: Any) -> None:
     batches = questions(model, 7, batch_size=3, padding_side="left")
     context = al.compress(model, batches[1], select=select)
@@ -113,8 +107,7 @@ def test_a_compressed_context_equals_masking(model: Any, select: Any) -> None:
         both = context.selected[given.label_positions] & context.selected[given.label_ends]
         stored = both.all(0) | (not context.is_cut)
         for name in ("label_positions", "label_ends"):
-            positions = getattr(given, name)[:, stored]
-            expected = given.tokens.gather(1, positions)
+            expected = given.tokens.gather(1, getattr(given, name)[:, stored])
             assert torch.equal(cut.tokens.gather(1, getattr(cut, name)), expected)
     is_bridge = hasattr(model, "original_model")
     assert context.is_cut == is_bridge
@@ -124,7 +117,6 @@ def test_a_compressed_context_equals_masking(model: Any, select: Any) -> None:
 
 
 def pieces(batch: al.PromptBatch) -> list[range]:
-    """The tokens before the demonstrations of prompts padded on the right, and each of these."""
     ends = [int(end) + 2 for end in batch.label_ends[0]]  # after its line break
     return [range(*each) for each in pairwise([0, int(batch.begins_with_bos), *ends])]
 
@@ -157,10 +149,8 @@ def test_separate_demonstrations_can_be_moved(llama: Any) -> None:
     def later(demonstrations: al.PromptBatch) -> Tensor:
         return demonstrations.positions >= first
 
-    moved, joint = (
-        al.compress(llama, batch, later, positions=placement.rebased, separately=alone)
-        for alone in (True, False)
-    )
+    make = partial(al.compress, llama, batch, later, positions=placement.rebased)
+    moved, joint = (make(separately=alone) for alone in (True, False))
     still = al.compress(llama, batch, later, separately=True)
     logits = moved.logits(llama, batch)
     assert moved.is_cut and difference(logits, still.logits(llama, batch)) < 1e-5
@@ -214,8 +204,7 @@ def test_restarted_positions_equal_a_computation_by_hand(gpt2: Any) -> None:
         return moved
 
     hooks = [*masking(gpt2, batch, context.selected), ("hook_pos_embed", move)]
-    expected = logits_of(gpt2, batch, hooks)
-    assert difference(centred(context.logits(gpt2, batch)), expected) < 1e-5
+    assert difference(centred(context.logits(gpt2, batch)), logits_of(gpt2, batch, hooks)) < 1e-5
 
 
 @pytest.mark.slow("trained contexts")

@@ -4,6 +4,7 @@ from dataclasses import replace
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -12,12 +13,7 @@ from torch import Tensor
 import anchorlens as al
 from anchorlens.contexts import hard_prompt_search, hard_prompts
 from anchorlens.contexts.embedded import embeddings_of, replaced_embeddings
-from anchorlens.contexts.hard_prompt_search import (
-    NearestTokens,
-    SearchedTokens,
-    next_token_loss,
-    prompts_of_next_tokens,
-)
+from anchorlens.contexts.hard_prompt_search import NearestTokens, SearchedTokens
 from anchorlens.contexts.protocol import bos_of, queries_after
 from anchorlens.errors import ModelError, NotFiniteError
 from anchorlens.passes.forward import run_pass
@@ -36,6 +32,11 @@ def searched(model: Any, **options: Any) -> al.contexts.HardPrompt:
     return train_hard_prompt(model, training, **call)
 
 
+def best_of_all(points: Tensor, table: Tensor, allowed: Any = True) -> Tensor:
+    cosines = torch.cosine_similarity(points.double()[:, None], table.double(), dim=-1)
+    return cosines.masked_fill(~torch.as_tensor(allowed), -2).argmax(1)
+
+
 def test_the_projection_equals_a_full_cosine_and_is_idempotent(
     gemma3: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -47,11 +48,8 @@ def test_the_projection_equals_a_full_cosine_and_is_idempotent(
     nearest = NearestTokens.of(gemma3, allowed)
     assert nearest.table.data_ptr() == gemma3.W_E.data_ptr()
     points = torch.randn(50, 32, generator=generator)
-    rows = gemma3.W_E.detach().double()
-    cosines = torch.nn.functional.cosine_similarity(points.double()[:, None], rows, dim=-1)
-    expected = cosines.masked_fill(~allowed, -2).argmax(1)
     ids = nearest.ids(points)
-    assert torch.equal(ids, expected)
+    assert torch.equal(ids, best_of_all(points, gemma3.W_E.detach(), allowed))
     assert torch.equal(nearest.ids(7 * gemma3.W_E.detach()[ids]), ids)
     # The nearest by dot product are others, because longer rows win.
     assert not torch.equal((points @ gemma3.W_E.T).masked_fill(~allowed, -99).argmax(1), ids)
@@ -69,13 +67,11 @@ def test_of_equal_embeddings_the_lowest_allowed_token_is_nearest() -> None:
 
 
 def test_of_almost_equal_embeddings_the_nearest_is_found_whatever_the_length_of_p() -> None:
-    """They differ by less than what a product in float32 shows."""
     generator = torch.Generator().manual_seed(2)
     row = torch.randn(37, generator=generator)
     table = row + 2e-7 * torch.randn(60, 37, generator=generator)
     points = row + 0.5 * torch.randn(40, 37, generator=generator)
-    rows, units = (values.double() for values in (table, points))
-    expected = torch.cosine_similarity(units[:, None], rows, dim=-1).argmax(1)
+    expected = best_of_all(points, table)
     nearest = NearestTokens(table, table.norm(dim=1), torch.ones(60, dtype=torch.bool))
     assert len(expected.unique()) > 5
     for length in (1.0, 1e5, 1e-5):
@@ -89,9 +85,7 @@ def test_norms_of_low_precision_are_exact_and_rows_of_zeros_are_never_found() ->
     model: Any = SimpleNamespace(W_E=table)
     nearest = NearestTokens.of(model, torch.ones(300, dtype=torch.bool))
     points = torch.randn(50, 5, generator=generator)
-    cosines = torch.cosine_similarity(points.double()[:, None], table.double(), dim=-1)
-    cosines[:, 7] = -2
-    assert torch.equal(nearest.ids(points), cosines.argmax(1))
+    assert torch.equal(nearest.ids(points), best_of_all(points, table, torch.arange(300) != 7))
 
 
 @pytest.mark.parametrize("value", [0.0, 1e30, float("inf"), float("nan")])
@@ -175,9 +169,11 @@ def test_the_gradient_equals_central_differences(hooked: Any, sentencepiece_like
 
     def objective(values: Tensor) -> float:
         hooks = [replaced_embeddings(values, n_bos)]
-        queries, parts = queries_after(batch, tokens), prompts_of_next_tokens(batch, tokens)
-        task = al.losses.label_cross_entropy(run_pass(model, queries, hooks=hooks), queries).mean()
-        fluency = next_token_loss(run_pass(model, parts, hooks=hooks), tokens).mean()
+        queries = queries_after(batch, tokens)
+        parts = hard_prompt_search.prompts_of_next_tokens(batch, tokens)
+        of_queries, of_parts = (run_pass(model, each, hooks=hooks) for each in (queries, parts))
+        task = al.losses.label_cross_entropy(of_queries, queries).mean()
+        fluency = hard_prompt_search.next_token_loss(of_parts, tokens).mean()
         return float(0.75 * task + 0.25 * fluency)
 
     loss = trainable.backward(model, batch, al.losses.label_cross_entropy)
@@ -215,8 +211,7 @@ def test_a_search_is_the_algorithm_by_hand_on_plain_transformers(llama: Any, kee
     lr, clip, fluency = 8.0, 0.5, 0.2
     method = hard_prompts.Descent(partial(torch.optim.SGD, lr=lr), keep, fluency=fluency)
     losses = searched(llama, method=method, start=start, clip=clip, steps=7).training.losses
-    assert batch.gold is not None
-    gold = batch.gold
+    gold: Any = batch.gold
     weights: Any = tiny_llama(len(llama.tokenizer))
     weights.requires_grad_(False)
     table = weights.model.embed_tokens.weight
@@ -227,7 +222,6 @@ def test_a_search_is_the_algorithm_by_hand_on_plain_transformers(llama: Any, kee
         return cosines.masked_fill(~allowed, -2).argmax(1)
 
     def mean_loss(prompt: Tensor) -> Tensor:
-        """The objective of embeddings between the BOS and the queries."""
         begin = torch.cat([table[batch.tokens[0, :1]], prompt])
         tasks = []
         for row in range(len(batch)):
@@ -253,15 +247,9 @@ def test_a_search_is_the_algorithm_by_hand_on_plain_transformers(llama: Any, kee
 
 
 def test_noise_follows_each_step(gpt2: Any) -> None:
-    """A projection shows in the test before that both come after the step of the optimizer."""
-    steps: list[tuple[int, int]] = []
-
-    def noise(step: int, steps_of_search: int) -> float:
-        steps.append((step, steps_of_search))
-        return 0.0
-
+    noise = Mock(return_value=0.0)
     searched(gpt2, method=hard_prompts.Descent(SGD, noise=noise), start=[300], steps=3)
-    assert steps == [(0, 3), (1, 3), (2, 3)]
+    assert [call.args for call in noise.call_args_list] == [(0, 3), (1, 3), (2, 3)]
 
 
 def test_noise_becomes_smaller_and_depends_on_seed_and_step(gpt2: Any) -> None:
@@ -344,8 +332,7 @@ def test_the_accuracy_of_the_text_is_that_on_held_out_queries(gpt2: Any) -> None
     scores = [each.label_scores(context.logits(gpt2, each)) for each in (training, held_out)]
     wrong = replace(training, gold=(scores[0].argmax(1) + 1) % 6)
     right = replace(held_out, gold=scores[1].argmax(1))
-    call: dict[str, Any] = {"start": pieces, "length": 4, "steps": 0}
-    prompt = train_hard_prompt(gpt2, [wrong], held_out=[right], **call)
+    prompt = train_hard_prompt(gpt2, [wrong], held_out=[right], start=pieces, length=4, steps=0)
     assert prompt.encoded.tolist() == joined and float(prompt.encoded_accuracy) == 1
 
 
@@ -353,27 +340,23 @@ def test_the_accuracy_of_the_text_is_that_on_held_out_queries(gpt2: Any) -> None
 def test_random_prompts_are_plain_and_seeded(gpt2: Any) -> None:
     _, held_out = halves(gpt2)
     call: dict[str, Any] = {"held_out": held_out, "length": 4, "draws": 2}
-    ids, again, others = (
-        [prompt.ids.tolist() for prompt in hard_prompts.random(gpt2, seed=n, **call)]
-        for n in (1, 1, 2)
-    )
+    drawn = (hard_prompts.random(gpt2, seed=seed, **call) for seed in (1, 1, 2))
+    ids, again, others = ([prompt.ids.tolist() for prompt in prompts] for prompts in drawn)
     assert len(ids) == 2 and ids[0] != ids[1] and ids == again != others
     assert plain_tokens(gpt2.tokenizer, len(gpt2.tokenizer))[torch.tensor(ids)].all()
 
 
 @pytest.mark.parametrize("side", ["left", "right"])
-@pytest.mark.parametrize("name", ["gpt2", "llama"])
+@pytest.mark.parametrize("model", ["gpt2", "llama"], indirect=True)
 def test_inserted_tokens_give_the_prompts_that_a_text_before_them_gives(
-    name: str, side: Any, request: pytest.FixtureRequest
+    model: Any, side: Any
 ) -> None:
-    model = request.getfixturevalue(name)
     batch = questions(model, 3, padding_side=side)[0]
     words = "What is it?\n"
     ids = model.tokenizer(words, add_special_tokens=False)["input_ids"]
     longer = hard_prompts.of_tokens(model, ids, held_out=[batch]).insert(batch)
     check_batch(longer)
-    task = al.TASKS["trec"]
-    examples, begun = al.load_examples("questions"), replace(task, instructions=words)
+    examples, begun = al.load_examples("questions"), replace(al.TASKS["trec"], instructions=words)
     demos = al.sample_demonstrations(examples, seed=1)
     given = begun, demos, [example for example in examples if example not in demos][:3]
     [expected] = al.build_prompts(model.tokenizer, *given, padding_side=side)

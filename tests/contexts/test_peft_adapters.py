@@ -30,7 +30,6 @@ LIMIT = 1e-5
 
 @pytest.fixture(params=["gpt2", "llama", "gemma3"])
 def pair(request: pytest.FixtureRequest, hooked: Any) -> tuple[Any, Any]:
-    """A hooked model, and the transformers model with its weights."""
     model = request.getfixturevalue(request.param)
     return model, plain(request.param, model)
 
@@ -261,10 +260,10 @@ def test_what_does_not_fit_is_refused_when_reading(gpt2: Any, llama: Any, tmp_pa
             context_from_peft(folder, llama, batch)
 
 
-@pytest.mark.parametrize(
-    "config",
-    [LoraConfig(task_type="CAUSAL_LM"), PromptTuningConfig("CAUSAL_LM", num_virtual_tokens=2)],
-)
+OTHERS = [LoraConfig("CAUSAL_LM"), PromptTuningConfig("CAUSAL_LM", num_virtual_tokens=2)]
+
+
+@pytest.mark.parametrize("config", OTHERS)
 def test_adapters_of_another_kind_are_refused(llama: Any, tmp_path: Path, config: Any) -> None:
     with torch.random.fork_rng(devices=[]):
         get_peft_model(plain("llama", llama), config).save_pretrained(str(tmp_path))

@@ -10,6 +10,7 @@ from torch import Tensor
 
 import anchorlens as al
 from anchorlens.contexts import load_context
+from anchorlens.contexts.hard_prompts import of_tokens
 from anchorlens.errors import StoreError
 from anchorlens.system.digest_file import read_with_digest, to_bytes_with_digest
 from tests.support.measures import same
@@ -18,8 +19,6 @@ from tests.support.trained_contexts import split, train_prefix, train_soft_promp
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class Named(al.contexts.PrefixContext):
-    """A context with fields of its own."""
-
     text: str
     embeddings: Tensor
 
@@ -33,9 +32,7 @@ MADE: list[tuple[type[Any], Any]] = [
     (al.contexts.SoftPrompt, train_soft_prompt),
     (
         al.contexts.HardPrompt,
-        lambda model, batches, held_out, **options: al.contexts.hard_prompts.of_tokens(
-            model, [300, 17], held_out=held_out
-        ),
+        lambda model, batches, held_out, **_: of_tokens(model, [300, 17], held_out=held_out),
     ),
     (al.contexts.CompressedContext, lambda model, batches, **_: al.compress(model, batches[0])),
 ]

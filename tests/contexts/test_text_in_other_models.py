@@ -19,13 +19,6 @@ from tests.support.printed_code import printed
 from tests.support.tiny_models import LONG_LABELS, questions, tiny_gpt2
 
 
-def prompts(tokenizer: Any) -> list[al.PromptBatch]:
-    examples = al.load_examples("questions")
-    demos = al.sample_demonstrations(examples, seed=1)
-    queries = al.sample_queries(examples, 14, 1, exclude=demos)
-    return al.build_prompts(tokenizer, al.TASKS["trec"], demos, queries, batch_size=7)
-
-
 def right(model: Any, batches: list[al.PromptBatch], before: list[int]) -> torch.Tensor:
     """1 for each query that the plain model answers right after these tokens, one at a time."""
     words, answers = batches[0].label_token_ids, list[bool]()
@@ -42,10 +35,10 @@ def right(model: Any, batches: list[al.PromptBatch], before: list[int]) -> torch
 @pytest.mark.filterwarnings("ignore:.*intervals of")
 def test_a_text_answers_in_each_model_as_in_plain_passes(gpt2: Any, gemma3: Any) -> None:
     in_model = printed("own_context.md", "in_model")
-    prompt = hard_prompts.of_tokens(gpt2, [300, 411, 352, 17], held_out=prompts(gpt2.tokenizer))
+    prompt = hard_prompts.of_tokens(gpt2, [300, 411, 352, 17], held_out=questions(gpt2, 14))
     seen = set()
     for model in (gpt2, gemma3):
-        batches = prompts(model.tokenizer)
+        batches = questions(model, 14, batch_size=7)
         record = in_model(prompt, model, batches, draws=3)
         ids = model.tokenizer(prompt.text, add_special_tokens=False)["input_ids"]
         read = hard_prompts.of_text(model, prompt.text, held_out=batches)

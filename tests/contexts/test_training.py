@@ -129,7 +129,6 @@ def test_a_damaged_state_begins_again_with_a_warning(gpt2: Any, tmp_path: Path) 
 
 @pytest.mark.slow("trained contexts")
 def test_a_forged_state_is_refused(gpt2: Any, tmp_path: Path) -> None:
-    """Its digest is right."""
     trained(gpt2, folder=tmp_path)
     path = tmp_path / "training.safetensors"
     header, tensors = read_with_digest(path)
@@ -179,7 +178,6 @@ def replaced_activations(model: Any) -> Callable[[], None]:
 def test_a_model_that_computes_otherwise_is_refused(
     gpt2: Any, tmp_path: Path, kind: str, change: Callable[[Any], Callable[[], None]]
 ) -> None:
-    """Its contents are the same, and no hook is on it."""
     batches, held_out = split(gpt2)
     call = partial(TRAINERS[kind], gpt2, batches, held_out=held_out, steps=1, folder=tmp_path)
     stored = call()
@@ -383,7 +381,6 @@ class Untrained(al.contexts.NoContext, training.Trainable):
 
 
 def test_each_round_has_every_batch_once(gpt2: Any) -> None:
-    """The order of re-weighting is tested by hand."""
     held_out, *batches = questions(gpt2, 6, batch_size=1)
 
     def rounds(seed: int) -> list[list[int]]:

@@ -57,8 +57,7 @@ def test_data_with_a_control_token_is_refused(tokenizer: Any, task: al.Task, wri
         with pytest.raises(PromptError, match=re.escape(repr(name))) as error:
             write(tokenizer, task, name)
         # The advice is followed: the text is written as the error shows it, or without the token.
-        spelled = re.search(r"write it otherwise \('(.*?)'\)", str(error.value))
-        assert spelled is not None
+        spelled: Any = re.search(r"write it otherwise \('(.*?)'\)", str(error.value))
         for other in (spelled[1], "left out"):
             written = {*write(tokenizer, task, other)[0].tokens.flatten().tolist()}
             read = {*tokenizer.convert_ids_to_tokens(sorted(written))} & {*SPECIAL}

@@ -19,8 +19,7 @@ POSITION = torch.arange(N)
 
 def table_of(edges: EdgeSet) -> Tensor:
     """The edges by their classes alone."""
-    classes = edges.classes()
-    assert classes is not None
+    classes: Any = edges.classes()
     of_pairs = classes.table[classes.queries[:, :, None], classes.keys[:, None]]
     return torch.where(POSITION[:, None] > POSITION, of_pairs, torch.tensor(classes.later))
 

@@ -27,7 +27,6 @@ def own_table(batch: al.PromptBatch) -> Tensor:
     return torch.ones(batch.tokens.shape[1], batch.tokens.shape[1]).tril(-3).bool()
 
 
-# Sets, and the same tables written out.
 PAIRS: dict[str, tuple[Callable[..., Tensor], Callable[..., Tensor]]] = {
     "and not": (
         lambda b: al.edges.wp(b) & ~al.edges.from_first(b),

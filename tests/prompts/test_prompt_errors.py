@@ -96,13 +96,9 @@ WORDS: list[tuple[str, str, Any, str, str]] = [
 def test_labels_without_a_token_of_their_own_raise_an_error(
     tokenizer: Any, other: str, template: str, labels: Any, query: str, message: str
 ) -> None:
-    given = (
-        al.Task(template, labels),
-        [al.Example("x", k) for k in range(len(labels))],
-        ["x", query],
-    )
+    task, demos = al.Task(template, labels), [al.Example("x", k) for k in range(len(labels))]
     with raises(match=message):
-        al.build_prompts(made(other) if other else tokenizer, *given)
+        al.build_prompts(made(other) if other else tokenizer, task, demos, ["x", query])
 
 
 def test_a_space_before_a_word_keeps_it_from_an_unknown_one() -> None:
@@ -128,8 +124,7 @@ def test_accents_in_texts_belong_to_their_letters() -> None:
     texts = ["nai\u0308ve", "\u1112\u1161\u11ab", "e\u0301\u0323 x"]
     demos = [al.Example(text, k % 2) for k, text in enumerate(texts)]
     composed = [al.Example(normalize("NFC", demo.text), demo.label) for demo in demos]
-    (ours,), (theirs,) = (
-        al.build_prompts(made(NFC), SST2, given, [given[0].text]) for given in (demos, composed)
-    )
+    sets = demos, composed
+    (ours,), (theirs,) = (al.build_prompts(made(NFC), SST2, of, [of[0].text]) for of in sets)
     for name in ("tokens", "segments", "label_positions"):
         assert torch.equal(getattr(ours, name), getattr(theirs, name))

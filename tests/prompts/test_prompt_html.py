@@ -9,16 +9,7 @@ from transformers import PreTrainedTokenizerFast
 
 import anchorlens as al
 from anchorlens.prompts.prompt_html import PROMPT_CSS, prompt_legend, token_spans
-from anchorlens.prompts.segment_names import (
-    FORMAT,
-    LABEL,
-    OTHER,
-    PADDING,
-    QUERY,
-    SEGMENTS,
-    TARGET,
-    TEXT,
-)
+from anchorlens.prompts.segment_names import LABEL, PADDING, SEGMENTS, TARGET, TEXT
 from anchorlens.prompts.token_texts import token_texts
 from tests.support.html_checks import Parsed
 
@@ -32,7 +23,7 @@ def batch_of(tokenizer: Any) -> al.PromptBatch:
     return batch
 
 
-ALL = [OTHER, TEXT, FORMAT, LABEL, QUERY, TARGET]
+ALL = [*map(SEGMENTS.index, ("other", "text", "format", "label", "query", "target"))]
 
 
 @pytest.mark.parametrize(

@@ -22,9 +22,9 @@ def forerunners_read(batch: al.PromptBatch) -> Tensor:
 
 
 @pytest.mark.parametrize("draw", DRAWS.values(), ids=DRAWS)
-@pytest.mark.parametrize("name", ["gpt2", "llama"])
-def test_other_edges_are_drawn_as_many_as_there_are(name: str, draw: Draw, request: Any) -> None:
-    batch = questions(request.getfixturevalue(name), 5, padding_side="left")[0]
+@pytest.mark.parametrize("model", ["gpt2", "llama"], indirect=True)
+def test_other_edges_are_drawn_as_many_as_there_are(model: Any, draw: Draw) -> None:
+    batch = questions(model, 5, padding_side="left")[0]
     chosen = forerunners_read(batch)
     assert int(chosen.sum(2).max()) == batch.label_positions.shape[1]
     draws = [draw(batch, chosen, seed) for seed in range(10)]

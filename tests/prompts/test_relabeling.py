@@ -76,11 +76,6 @@ def test_random_labels_are_those_of_the_demonstrations_in_another_order() -> Non
     assert abs(float(same) - 1 / 6) < 4 * (1 / 6 * 5 / 6 / (300 * 18)) ** 0.5  # four deviations
 
 
-def test_symbols_change_the_words_and_not_the_classes() -> None:
-    task, demos = al.relabeling.relabel(REVIEWS, SST2, al.relabeling.symbols([" A", " B"]))
-    assert (task, demos) == (al.Task(SST2.template, [" A", " B"]), REVIEWS)
-
-
 def test_equal_sets_get_equal_labels_and_other_sets_others() -> None:
     other = al.sample_demonstrations(al.load_examples("questions"), shots=3, seed=5)
     for how in (al.relabeling.random(1), al.relabeling.flipped(0.5, seed=1)):
@@ -92,14 +87,6 @@ def test_equal_sets_get_equal_labels_and_other_sets_others() -> None:
         for demos, new in zip([QUESTIONS, other], sets, strict=False)
     ]
     assert changed[0] != changed[1]
-
-
-def test_an_own_function_relabels() -> None:
-    def first_class_twice(task: Any, demos: Any) -> Any:
-        return task, [*demos[:-1], al.Example("more", 0)]
-
-    _, demos = al.relabeling.relabel(REVIEWS, SST2, first_class_twice)
-    assert demos[-1] == al.Example("more", 0)
 
 
 BAD, GOOD = al.Example("bad", 0), al.Example("good", 1)

@@ -47,14 +47,6 @@ def test_the_pieces_are_the_template_without_its_fields() -> None:
     assert task.query("{label}") == "<{'x'} {label}>\n["
 
 
-def test_a_task_copies_its_labels() -> None:
-    words = list(WORDS)
-    task = al.Task("{text}{label}", words)
-    words.clear()
-    assert task.labels == tuple(WORDS)
-    assert hash(task) == hash(al.Task("{text}{label}", WORDS))
-
-
 def test_demonstrations_are_balanced_and_never_drawn_twice() -> None:
     examples = al.load_examples("questions")
     demos = al.sample_demonstrations(examples, shots=4, seed=3)

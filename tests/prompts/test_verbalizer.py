@@ -28,10 +28,8 @@ def test_the_first_word_stands_in_the_demonstrations(tokenizer: Any) -> None:
         (batch,) = al.build_prompts(tokenizer, task, DEMOS, ["x", "y z"])
         assert batch.labels == task.first_words == (words[0][0], words[1][0])
         before = len(tokenizer("Sentiment:")["input_ids"])
-        expected = tuple(
-            tuple(tokenizer(f"Sentiment:{word}")["input_ids"][before] for word in row)
-            for row in words
-        )
+        ids = [[tokenizer(f"Sentiment:{word}")["input_ids"] for word in row] for row in words]
+        expected = tuple(tuple(tokens[before] for tokens in row) for row in ids)
         assert batch.verbalizer == al.prompts.Verbalizer(expected)
         assert batch.label_token_ids.tolist() == [row[0] for row in expected]
         assert torch.equal(one.tokens, batch.tokens) == (words is WORDS)

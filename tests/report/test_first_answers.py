@@ -27,12 +27,9 @@ def test_nothing_is_told_of_random_weights(make: Any, byte_level: Any, hooked: A
     records = al.run(model, questions(model, 12), asked, progress=False, resamples=20)
     right = records["accuracy"].estimate("accuracy").percent()
     for name in ("contexts", "faithfulness"):
-        answer = answer_of([records[name], records["accuracy"]], [])
-        assert answer is not None
+        answer: Any = answer_of([records[name], records["accuracy"]], [])
         assert "one set of demonstrations: intervals do not speak of other sets" in answer.limits
-        # Without accuracy nothing is known of it.
-        alone = answer_of([records[name]], [])
-        assert alone is not None
+        alone: Any = answer_of([records[name]], [])  # without accuracy nothing is known of it
         if name == "contexts":
             assert answer.sentence.startswith("This cannot be told: the model")
             assert "is not known: run Accuracy" in alone.sentence
@@ -44,10 +41,8 @@ def test_nothing_is_told_of_random_weights(make: Any, byte_level: Any, hooked: A
     # Of a model that does the task, the same records tell.
     contexts, faithfulness = records["contexts"], records["faithfulness"]
     whole = contexts.estimate("whole_accuracy").percent()
-    of_contexts, of_scores = contexts.answer(""), faithfulness.answer("")
-    assert of_contexts is not None and of_scores is not None
-    assert of_contexts.sentence.startswith(f"After the demonstrations {whole} of the queries")
-    told = of_scores.sentence
+    of_contexts, told = (each.answer("").sentence for each in (contexts, faithfulness))  # type: ignore[union-attr]
+    assert of_contexts.startswith(f"After the demonstrations {whole} of the queries")
     assert f"one by one {faithfulness.estimate('lds', 0)}" in told and "Random scores have" in told
 
 
