@@ -262,8 +262,8 @@ def test_noise_becomes_smaller_and_depends_on_seed_and_step(gpt2: Any) -> None:
     assert [other(step, 2) for step in (0, 1, 2)] == pytest.approx([2.0, 0.8**0.5, 0.4])
     method = hard_prompts.Descent(SGD, noise=noise)
 
-    def moved(step: int, seed: int) -> Tensor:
-        trainable = trainable_of(gpt2, batch, method, seed=seed)
+    def moved(step: int, seed: int, unit: float = 1.0) -> Tensor:
+        trainable = trainable_of(gpt2, batch, method, seed=seed, unit=unit)
         before = trainable.embeddings.detach().clone()
         trainable.after_step(step)
         return trainable.embeddings.detach() - before
@@ -273,10 +273,7 @@ def test_noise_becomes_smaller_and_depends_on_seed_and_step(gpt2: Any) -> None:
     assert torch.sign(moved(0, 1)).ne(torch.sign(moved(1, 1))).any()
     assert moved(0, 1).std() == pytest.approx(1.0, rel=0.3)
     assert moved(4, 1).std() == pytest.approx(0.01, rel=0.3)
-    larger = trainable_of(gpt2, batch, method, seed=1, unit=5.0)
-    before = larger.embeddings.detach().clone()
-    larger.after_step(0)
-    torch.testing.assert_close(larger.embeddings.detach() - before, 5 * moved(0, 1))
+    torch.testing.assert_close(moved(0, 1, unit=5.0), 5 * moved(0, 1))
 
 
 def test_a_relative_rate_makes_the_same_steps_at_any_size_of_embeddings() -> None:

@@ -281,34 +281,28 @@ def test_damaged_files_are_refused(llama: Any, tmp_path: Path) -> None:
         al.contexts.load_context(ours / "adapter_model.safetensors")
     for folder in (theirs, ours):
         config, weights = folder / "adapter_config.json", folder / "adapter_model.safetensors"
-        good, data = config.read_text(), weights.read_bytes()
-        for text, message in [
-            ("{", "is no json, or is damaged"),
-            ("[" * 100_000, "is no json, or is damaged"),
-            ("[1]", "holds no settings"),
-        ]:
-            config.write_text(text)
-            with pytest.raises(StoreError, match=message):
-                context_from_peft(folder, llama, batch)
-            config.write_text(good)
-        changes: list[tuple[dict[str, Any], str]] = [
+        good = {path: path.read_bytes() for path in (config, weights)}
+        settings = json.loads(good[config])
+        of_settings = [
             ({"num_layers": None}, "should hold one tensor"),
             ({"num_virtual_tokens": 9}, "should hold one tensor"),
             ({"token_dim": 8}, "should hold one tensor"),
             ({"task_type": "SEQ_CLS"}, "PREFIX_TUNING for SEQ_CLS"),
         ]
-        for change, message in changes:
-            changed(config, **change)
+        for path, data, message in (
+            (config, b"{", "is no json, or is damaged"),
+            (config, b"[" * 100_000, "is no json, or is damaged"),
+            (config, b"[1]", "holds no settings"),
+            *((config, json.dumps(settings | new).encode(), told) for new, told in of_settings),
+            (weights, good[weights][:100], "is no safetensors file, or is damaged"),
+        ):
+            path.write_bytes(data)
             with pytest.raises(StoreError, match=message):
                 context_from_peft(folder, llama, batch)
-            config.write_text(good)
-        weights.write_bytes(data[:100])
-        with pytest.raises(StoreError, match="is no safetensors file, or is damaged"):
-            context_from_peft(folder, llama, batch)
+            path.write_bytes(good[path])
         weights.unlink()
         with pytest.raises(StoreError, match=r"adapter_model\.bin, load the adapter in peft"):
             context_from_peft(folder, llama, batch)
-        weights.write_bytes(data)
 
 
 def test_changes_of_our_files_are_found(llama: Any, tmp_path: Path) -> None:
