@@ -82,8 +82,7 @@ def test_norms_of_low_precision_are_exact_and_rows_of_zeros_are_never_found() ->
     generator = torch.Generator().manual_seed(4)
     table = torch.randn(300, 5, generator=generator).bfloat16()
     table[7] = 0
-    model: Any = SimpleNamespace(W_E=table)
-    nearest = NearestTokens.of(model, torch.ones(300, dtype=torch.bool))
+    nearest = NearestTokens.of(SimpleNamespace(W_E=table), torch.ones(300, dtype=torch.bool))
     points = torch.randn(50, 5, generator=generator)
     assert torch.equal(nearest.ids(points), best_of_all(points, table, torch.arange(300) != 7))
 
@@ -160,8 +159,7 @@ def trainable_of(model: Any, batch: al.PromptBatch, method: Any, **changes: Any)
 @pytest.mark.every_kind
 def test_the_gradient_equals_central_differences(hooked: Any, sentencepiece_like: Any) -> None:
     """After a BOS; in GPT-2, because the norms of Llama and Gemma compute in float32."""
-    weights: Any = tiny_gpt2(len(sentencepiece_like))
-    model = hooked(weights.double(), sentencepiece_like)
+    model = hooked(tiny_gpt2(len(sentencepiece_like)).double(), sentencepiece_like)
     batch = questions(model, 3)[0]
     trainable = trainable_of(model, batch, replace(hard_prompts.PEZ, fluency=0.25))
     tokens, n_bos = trainable.tokens, len(trainable.bos)

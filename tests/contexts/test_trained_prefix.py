@@ -32,8 +32,7 @@ def test_gradients_are_those_of_central_differences(
     hooked: Any, sentencepiece_like: Any, kind: str
 ) -> None:
     """After a BOS; in GPT-2, because the norms of Llama compute in float32."""
-    weights: Any = tiny_gpt2(len(sentencepiece_like))
-    model = hooked(weights.double(), sentencepiece_like)
+    model = hooked(tiny_gpt2(len(sentencepiece_like)).double(), sentencepiece_like)
     (batch,) = questions(model, 3)
     bos = bos_of(batch)
     tokens = torch.cat([bos, drawn_tokens(model, 2, seed=0)])

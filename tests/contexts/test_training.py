@@ -97,8 +97,7 @@ def test_low_precision_is_trained_in_float32(
     hooked: Any, sentencepiece_like: Any, kind: str, dtype: torch.dtype
 ) -> None:
     """Steps of an optimizer would round to 0."""
-    weights: Any = tiny_llama(len(sentencepiece_like))
-    model = hooked(weights.to(dtype), sentencepiece_like)
+    model = hooked(tiny_llama(len(sentencepiece_like)).to(dtype), sentencepiece_like)
     types: list[torch.dtype] = []
 
     def optimizer(parameters: list[Tensor]) -> torch.optim.Optimizer:
@@ -331,8 +330,7 @@ MAKERS: dict[str, Any] = {kind: TRAINERS[kind] for kind in CONTEXTS} | {
 @pytest.mark.slow_cases("trained contexts", "random")
 @pytest.mark.parametrize("make", MAKERS.values(), ids=MAKERS)
 def test_a_model_without_a_cache_is_refused_before_any_step(byte_level: Any, make: Any) -> None:
-    plain: Any = BY_NAME["Toy"].build(len(byte_level))
-    model: Any = al.prepare_model(native_bridge(plain, byte_level))
+    model: Any = al.prepare_model(native_bridge(BY_NAME["Toy"].build(len(byte_level)), byte_level))
     task = al.Task("{text} ->{label}", labels=(" Human", " Number"))
     demos = [al.Example("Who was he?", 0), al.Example("How many?", 1)]
     queries = [al.Example("Where?", 1), al.Example("What do they eat?", 0)]

@@ -18,12 +18,11 @@ QUIET: dict[str, Any] = {"resamples": 0, "progress": False}
 TASK, EXAMPLES = al.TASKS["trec"], al.load_examples("questions")
 DEMOS = al.sample_demonstrations(EXAMPLES, shots=3, seed=1)
 QUERIES = [example for example in EXAMPLES if example not in DEMOS]
-LETTERS = [" A", " B", " C", " D", " E", " F"]
 RELABELINGS = {
     "gold": al.relabeling.gold,
     "random": al.relabeling.random(0),
     "flipped": al.relabeling.flipped(),
-    "symbols": al.relabeling.symbols(LETTERS),
+    "symbols": al.relabeling.symbols([" A", " B", " C", " D", " E", " F"]),
 }
 HALF = al.relabeling.flipped(share=0.5, seed=1)
 

@@ -13,13 +13,12 @@ from tests.support.measures import assert_same, difference
 QUIET: dict[str, Any] = {"resamples": 0, "progress": False}
 TOKENS = torch.tensor([[5, 9, 11, 3, 40, 7, 21, 8, 30, 14]])
 SEGMENTS = [[0, 0, 0, -1, 1, 1, 2, 2, 2, 2]]
-NAMES = ["question", "step", "answer"]
 FIRST = 5  # the position that predicts the first token of the answer
 
 
 @pytest.fixture
 def prompt() -> al.PromptBatch:
-    return al.PromptBatch.from_segments(TOKENS, SEGMENTS, NAMES)
+    return al.PromptBatch.from_segments(TOKENS, SEGMENTS, ["question", "step", "answer"])
 
 
 def loss_of(step: int) -> Any:

@@ -124,15 +124,14 @@ def test_wrong_images_are_refused(llava: Built, tmp_path: Path) -> None:
     (tmp_path / "text.png").write_text("no image")
     several = {"image_token": "<image> <image>", "tokenizer": processor.tokenizer}
     two_of_three = [images[0], images[1][:2], images[2]]
-    cases: list[tuple[Any, Any, str]] = [
+    for given, of_prompts, message in [
         (processor, two_of_three, "prompt 1 has 3 placeholders of images .*, but 2 images"),
         (processor, images[:2], "prompt 2 has 3 placeholders of images .*, but no list of images"),
         (processor.tokenizer, images, "a processor of images has a tokenizer"),
         (processor, [[1, 2, 3]] * 3, "is one of Pillow, or the path of a file; got a int"),
         (processor, [[tmp_path / "text.png"] * 3] * 3, "text.png cannot be read"),
         (type("Own", (), several)(), images, "as 3 tokens; take the tokenizer of the processor"),
-    ]
-    for given, of_prompts, message in cases:
+    ]:
         with pytest.raises(PromptError, match=message):
             al.with_images([text], given, of_prompts)
 

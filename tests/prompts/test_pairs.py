@@ -21,8 +21,7 @@ def by_hand(tokenizer: Any, words: list[str]) -> al.PromptBatch:
     """The prompts from the tokens of their parts; the tokenizer of the tests adds no BOS."""
 
     def tokens_of(text: str) -> list[int]:
-        tokens: list[int] = tokenizer.encode(text, add_special_tokens=False)
-        return tokens
+        return tokenizer.encode(text, add_special_tokens=False)
 
     shown, positions = list[int](), list[int]()
     for x, y in SHOWN:

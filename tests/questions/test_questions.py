@@ -106,8 +106,7 @@ class OfOneMorePass(al.Question):
         return al.Further(metrics=[self.metric], loss=logit_of_a_word)
 
     def of_batch(self, passes: Any, batch: al.PromptBatch) -> dict[str, Tensor]:
-        found: dict[str, Tensor] = passes.further(self, batch)[self.metric.name]
-        return found
+        return passes.further(self, batch)[self.metric.name]
 
     def result(self, contributions: al.Contributions) -> al.Record:
         return self.metric.result(contributions)
@@ -220,8 +219,7 @@ class Wrong(al.Question):
         return None if self.what == "no question" else self
 
     def further(self, model: Any, batches: Sequence[al.PromptBatch]) -> Any:
-        found: dict[str, Any] = {"a list": [], "no layer": al.Further(layers=[99])}
-        return found.get(self.what, al.Further())
+        return {"a list": [], "no layer": al.Further(layers=[99])}.get(self.what, al.Further())
 
     def of_batch(self, passes: Passes, batch: al.PromptBatch) -> dict[str, Tensor]:
         if self.what == "not read":

@@ -19,13 +19,12 @@ from tests.support.tiny_models import questions
 EVIL = "</script><script>alert('a & b')</script>"
 TOKENS = torch.tensor([[5, 9, 11, 3, 40, 7, 21, 8, 30, 14]])
 SEGMENTS = [0, 0, 0, -1, 1, 1, 2, 2, 2, 2]
-NAMES = ["question", "step", "answer"]
 POSITIONS = [6, 7, 8, 9]
 RUNS = [(0, 3), (3, 4), (4, 6), (6, 10)]  # of one segment
 
 
 def prompt() -> al.PromptBatch:
-    return al.PromptBatch.from_segments(TOKENS, [SEGMENTS], NAMES)
+    return al.PromptBatch.from_segments(TOKENS, [SEGMENTS], ["question", "step", "answer"])
 
 
 @pytest.fixture

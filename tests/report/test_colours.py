@@ -4,7 +4,6 @@ import re
 from collections.abc import Iterable
 from importlib.resources import files
 from itertools import combinations
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -12,8 +11,6 @@ import pytest
 from anchorlens.prompts import segment_names
 from anchorlens.prompts.prompt_html import PROMPT_CSS
 from anchorlens.results.figure_parts import PALETTE
-
-STATIC = Path(str(files("anchorlens"))) / "report" / "static"
 
 # Machado, Oliveira and Fernandes (2009), severity 1, on linear RGB.
 BLIND = {
@@ -58,7 +55,7 @@ def lab(rgb: np.ndarray) -> np.ndarray:
 
 def variables(name: str) -> list[dict[str, str]]:
     """The colours of a style sheet, for light pages and for dark ones."""
-    text = (STATIC / name).read_text()
+    text = files("anchorlens").joinpath("report", "static", name).read_text()
     light, dark = text.partition("@media print")[0].split("prefers-color-scheme: dark")
     return [dict(re.findall(r"--(\w+): (#[0-9a-f]{3,6})", part)) for part in (light, dark)]
 

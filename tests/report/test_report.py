@@ -407,14 +407,13 @@ def test_the_file_of_the_plotting_library_is_that_of_its_package() -> None:
 def test_what_would_be_drawn_wrong_is_an_error(results: dict[str, Any], tmp_path: Path) -> None:
     flows = results["saliency_flows"]
     scene = go.Figure(go.Scatter3d(x=[1], y=[1], z=[1]))
-    cases: list[tuple[dict[str, Any], dict[str, Any], str]] = [
+    for given, options, message in [
         ({}, {}, "there are no results to report"),
         ({"a": flows}, {"figures": {"mine": scene}}, "traces of the kind scatter3d"),
         ({"a": flows, "b": go.Figure()}, {}, "'b' is a Figure"),
         ({"a": flows, "sweep": {"a": flows}}, {}, "two results have the name 'a'"),
         ({key: {"a": flows} for key in "xy"}, {"figures": {"a": go.Figure()}}, "several tasks"),
-    ]
-    for given, options, message in cases:
+    ]:
         with pytest.raises(AnchorlensError, match=message):
             write(tmp_path, given, **options)
     assert not [*tmp_path.iterdir()]

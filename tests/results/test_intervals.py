@@ -180,13 +180,12 @@ def test_a_single_prompt_has_intervals_of_shares_only() -> None:
     assert str(record.estimate("kl")) == "1.00"
     assert str(record.estimate("label_loyalty")) == "1.00 [0.21, 1.00]"
     assert str(record.estimate("label_kept", 0)) == "1.00"
-    wrong: tuple[tuple[str, list[Any], str], ...] = (
+    for name, index, message in (
         ("kl", [0], r"estimate\('kl'\); got 'kl', 0"),
         ("label_kept", [], r"estimate\('label_kept', prompt\); got 'label_kept'"),
         ("label_kept", ["a"], r"estimate\('label_kept', prompt\); got 'label_kept', 'a'"),
         ("none", [], "one of label_loyalty, .*; got 'none'"),
-    )
-    for name, index, message in wrong:
+    ):
         with pytest.raises(MetricError, match=f"an index of each of its axes: expected {message}"):
             record.estimate(name, *index)
 

@@ -164,8 +164,7 @@ def test_the_repr_of_a_record_is_one_line() -> None:
 def test_a_record_of_other_types_and_a_plot_that_it_does_not_have_are_refused() -> None:
     with pytest.raises(MetricError, match=r"Means has no plot.*to_frame"):
         make_record().plot()
-    wrong: dict[str, Any] = {"mean": {0.5}, "each": "a.png", "info": 3, "intervals": 0.5}
-    for name, value in wrong.items():
+    for name, value in {"mean": {0.5}, "each": "a.png", "info": 3, "intervals": 0.5}.items():
         with pytest.raises(MetricError, match=rf"^{name} of Means must be .*; got a "):
             make_record(**{name: value})
 
