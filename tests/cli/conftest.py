@@ -3,6 +3,7 @@
 import sys
 import warnings
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 from unittest.mock import Mock
@@ -26,7 +27,6 @@ class Told(NamedTuple):
 
     @property
     def error(self) -> str:
-        """The line of the error."""
         [line] = [text for text in self.err.splitlines() if text.startswith("error: ")]
         return line
 
@@ -45,33 +45,33 @@ def call(monkeypatch: pytest.MonkeyPatch, capsys: Any) -> Callable[..., Told]:
     return called
 
 
+def saved(weights: Any, tokenizer: Any, folder: Path) -> str:
+    """A model in a folder, whose path it gives."""
+    weights.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return str(folder)
+
+
+def ended(call: Callable[..., Told], status: int, *arguments: str) -> Told:
+    told = call(*arguments)
+    assert told.status == status, told.err
+    return told
+
+
 @pytest.fixture
 def done(call: Callable[..., Told]) -> Callable[..., Told]:
     """Runs a command that does its work."""
-
-    def called(*arguments: str) -> Told:
-        told = call(*arguments)
-        assert told.status == 0, told.err
-        return told
-
-    return called
+    return partial(ended, call, 0)
 
 
 @pytest.fixture
 def failed(call: Callable[..., Told]) -> Callable[..., str]:
     """Runs a command that fails: the line of its error."""
-
-    def called(*arguments: str) -> str:
-        told = call(*arguments)
-        assert told.status == 1, told.err
-        return told.error
-
-    return called
+    return lambda *arguments: ended(call, 1, *arguments).error
 
 
 @pytest.fixture
 def into_folder(shallow_folder: Path, tmp_path: Path) -> list[str]:
-    """The options of a model and of the folder ``tmp_path``."""
     return ["--model", str(shallow_folder), "--out", str(tmp_path)]
 
 
@@ -93,7 +93,6 @@ def paper_parts(monkeypatch: pytest.MonkeyPatch) -> Mock:
 
 @pytest.fixture(scope="session")
 def made_before(shallow_folder: Path) -> al.Results:
-    """The records of an analysis."""
     model = al.load_model(shallow_folder)
     batches = al.sample_prompts(model, "questions", queries=12)
     options: dict[str, Any] = {"resamples": 5, "random_weights": False, "progress": False}

@@ -32,14 +32,14 @@ COMMANDS["run file"] = ["run", "photos.csv", *QUICK]
 
 
 @pytest.fixture
-def data(tmp_path: Path) -> Path:
-    """A file of each kind for ``run``, and a folder of each kind for ``paper``."""
+def data(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Where the command runs: files of each kind for ``run``, and folders for ``paper``."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("anchorlens.cli.path.load_model", None)
     for name, rows in FILES.items():
-        content = "\n".join(map(json.dumps, rows))
-        (tmp_path / f"{name}.jsonl").write_text(content)
         (tmp_path / name / "sentiment").mkdir(parents=True)
-        for split in ("train", "test"):
-            (tmp_path / name / "sentiment" / f"{split}.jsonl").write_text(content)
+        for file in (name, f"{name}/sentiment/train", f"{name}/sentiment/test"):
+            (tmp_path / f"{file}.jsonl").write_text("\n".join(map(json.dumps, rows)))
     for name, labels in LABELS.items():
         template = "{text}{label}" if name == "short" else "Q: {text}\\nA:{label}"
         entries = f'template = "{template}"\nlabels = [{labels}]\ndata = "good.jsonl"\n'
@@ -51,11 +51,9 @@ def data(tmp_path: Path) -> Path:
     lines = [f"a.png,What is the {k} of it?,{('cat', 'dog')[k % 2]}" for k in range(20)]
     (tmp_path / "photos.csv").write_text("\n".join(["photo,question,answer", *lines]))
     (tmp_path / "empty.jsonl").write_text("")
-    (tmp_path / "folder.jsonl").mkdir()
-    (tmp_path / "taken").mkdir()
+    for folder in ("folder.jsonl", "taken", "folders/report.html", "folders/sentiment"):
+        (tmp_path / folder).mkdir(parents=True)
     (tmp_path / "taken" / "sentiment").write_text("")
-    for folder in ("report.html", "sentiment"):
-        (tmp_path / "folders" / folder).mkdir(parents=True)
     return tmp_path
 
 
@@ -85,12 +83,7 @@ def data(tmp_path: Path) -> Path:
         ("run", "--classes", "a,a", "--classes takes different words, repeated or"),
         ("run", "DATA", "reviews.csv --classes neg,good", "--classes neg,pos (in the order of  N"),
         ("run", "DATA", "reviews.csv --text-column a", "This may fit: --text-column review --la"),
-        (
-            "run nothing",
-            "DATA",
-            "",
-            "there is no task; give a data file, or a name or a tas",
-        ),
+        ("run nothing", "DATA", "", "there is no task; give a data file, or a name or a tas"),
         ("run file", "--image-column", "image", "name the one of the paths of images (--image-col"),
         ("run file", "--image-column", "question", "the path of an image in the column question"),
         ("run file", "DATA", "--image-column photo --chat", "prompts of a chat have no images yet"),
@@ -123,10 +116,8 @@ def data(tmp_path: Path) -> Path:
     ],
 )
 def test_a_command_finds_mistakes_before_it_loads_weights_and_writes_nothing(
-    failed: Any, monkeypatch: Any, data: Path, command: str, option: str, value: str, words: str
+    failed: Any, data: Path, command: str, option: str, value: str, words: str
 ) -> None:
-    monkeypatch.chdir(data)
-    monkeypatch.setattr("anchorlens.cli.path.load_model", None)
     before = sorted(data.rglob("*"))
     given = value.split() if option == "DATA" else [option, value]
     assert words in failed(*COMMANDS[command], "--model", "x", *given)
@@ -146,24 +137,13 @@ def test_a_command_finds_mistakes_before_it_loads_weights_and_writes_nothing(
         ("paper", "--task news,same.toml", "cannot be told apart at the target position; choose"),
         ("paper", "--task news,same.toml", "the task same; leave it out of --task"),
         ("paper", "--task wordy.toml", "tokens, but the model's context is 512"),
-        (
-            "contexts",
-            "--task short.toml --other-tokens",
-            "--other-tokens needs longer demonstrations: keep must be from 8",
-        ),
+        ("contexts", "--task short.toml --other-tokens", "--other-tokens needs longer demonstrat"),
     ],
 )
+@pytest.mark.usefixtures("data")
 def test_a_mistake_that_needs_the_configuration_is_found_before_weights_are_loaded(
-    failed: Any,
-    monkeypatch: Any,
-    data: Path,
-    model_folder: Path,
-    command: str,
-    given: str,
-    words: str,
+    failed: Any, model_folder: Path, command: str, given: str, words: str
 ) -> None:
-    monkeypatch.chdir(data)
-    monkeypatch.setattr("anchorlens.cli.path.load_model", None)
     assert words in failed(*COMMANDS[command], "--model", str(model_folder), *given.split())
 
 

@@ -19,8 +19,7 @@ COMMAND = ["contexts", "--task", "sentiment", "--length", "2", *SMALL]
 
 def test_trainings_have_the_options_of_the_command(tmp_path: Path) -> None:
     options: Any = SimpleNamespace(steps=3, seed=7, quiet=True)
-    how = training_of("soft prompt", options, tmp_path)
-    assert how == al.contexts.Training(
+    assert training_of("soft prompt", options, tmp_path) == al.contexts.Training(
         steps=3, seed=7, folder=tmp_path / "soft_prompt", progress=False
     )
 
@@ -30,8 +29,6 @@ def test_trainings_have_the_options_of_the_command(tmp_path: Path) -> None:
 def test_contexts_are_trained_compared_and_reported(
     done: Any, monkeypatch: Any, into_folder: list[str], tmp_path: Path
 ) -> None:
-    """Label words have two tokens."""
-
     def with_long_words(*given: Any, **options: Any) -> list[al.PromptBatch]:
         batches = prompts_of_draws(*given, **options)
         return [replace(batch, label_ends=batch.label_positions + 1) for batch in batches]
@@ -50,8 +47,7 @@ def test_contexts_are_trained_compared_and_reported(
     assert values["kl"]["anchors only"]["value"] == float(record.kl[2])
     low, high = record.intervals["accuracy"][:, 2].tolist()
     assert values["accuracy"]["anchors only"]["interval"] == [low, high]
-    prefix = al.contexts.PrefixContext.load(tmp_path / "sentiment" / "prefix.safetensors")
-    assert prefix.training is not None
+    prefix: Any = al.contexts.PrefixContext.load(tmp_path / "sentiment" / "prefix.safetensors")
     assert len(prefix.tokens) == 2 and len(prefix.training.losses) == 1
     hard_prompt = al.contexts.HardPrompt.load(tmp_path / "sentiment" / "hard_prompt.safetensors")
     assert printed_values["texts"] == {"hard prompt": hard_prompt.text}
@@ -61,11 +57,9 @@ def test_contexts_are_trained_compared_and_reported(
     assert ">Training, prefix</h3>" in page
     table = record.table()
     whole = table.loc["demonstrations"]  # known by definition, so that there is no interval
-    assert [whole[name] for name in ("gain over demonstrations", "label loyalty")] == ["0", "1"]
-    assert (
-        whole["KL in nats"].removesuffix(" [0.00, 0.00]") == "0.00"
-        and table["gain over the first"].iloc[0] == "0"
-    )
+    names = ["gain over demonstrations", "label loyalty", "KL in nats"]
+    assert [whole[name].removesuffix(" [0.00, 0.00]") for name in names] == ["0", "1", "0.00"]
+    assert table["gain over the first"].iloc[0] == "0"
     assert printed_values["answer"]["sentence"].startswith("This cannot be told: the model")
     assert escape(printed_values["answer"]["limits"]) in page and "<strong>Next:</strong>" in page
 

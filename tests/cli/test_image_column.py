@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 
+from tests.cli.conftest import saved
 from tests.support.image_models import image_model, picture
 
 ARGUMENTS = ["--queries", "2", "--draws", "1", "--depth", "1", "--quiet"]
@@ -21,9 +22,7 @@ def test_a_table_with_images_is_analysed(
         picture(k).save(f"{k}.png")
         lines.append(f"{k}.png,What is the {k} of it?,{['cat', 'dog'][k % 2]}")
     Path("photos.csv").write_text("\n".join(lines))
-    weights, processor = image_model("LLaVA")
-    weights.save_pretrained("model")
-    processor.save_pretrained("model")
+    saved(*image_model("LLaVA"), Path("model"))
     given = ["--model", "model", *ARGUMENTS]
     done("run", "photos.csv", "--image-column", "photo", "--out", "out", *given)
     task = Path("out/photos.toml").read_text()

@@ -53,7 +53,6 @@ def serve(arguments: list[str], folder: Path) -> None:
 
 
 def command(arguments: list[str], environment: Path, folder: Path) -> None:
-    """Be a process that the launcher started: the work of ``python -m anchorlens``."""
     os.environ |= json.loads(environment.read_text())
     for number, name in ((1, "out"), (2, "err")):
         os.dup2(os.open(folder / f"{environment.stem}.{name}", os.O_WRONLY | os.O_CREAT), number)
@@ -107,7 +106,6 @@ def launched(arguments: list[str], folder: Path) -> tuple[str, str]:
 def test_two_processes_write_the_same_as_one(
     done: Any, shallow_folder: Path, tmp_path: Path
 ) -> None:
-    """Two processes write the files of one process, and print each line once."""
     arguments = ["run", "--model", str(shallow_folder), "--task", "questions", *QUICK]
     arguments += ["--batch-size", "5", "--out"]
     out, error = launched([*arguments, str(tmp_path / "two")], tmp_path)

@@ -14,6 +14,7 @@ from anchorlens.cli import check
 from anchorlens.cli.architectures import table_of_architectures
 from anchorlens.errors import MetricError, PromptError
 from anchorlens.passes.provide import need_gradient, reads_of
+from tests.cli.conftest import saved
 from tests.support.tiny_models import randomize
 
 ROOT = Path(__file__).parents[2]
@@ -23,8 +24,7 @@ TABLES = runpy.run_path(str(ROOT / "benchmarks/architecture_table.py"))
 def test_the_page_of_architectures_is_written_from_the_data_of_the_package() -> None:
     table = table_of_architectures()
     assert TABLES["page"](table) == (ROOT / "docs/architectures.md").read_text()
-    data = (ROOT / "anchorlens/data/architectures.json").read_text()
-    assert TABLES["json_of"](table) == data
+    assert TABLES["json_of"](table) == (ROOT / "anchorlens/data/architectures.json").read_text()
 
 
 def test_the_table_holds_what_the_tests_measured() -> None:
@@ -34,10 +34,9 @@ def test_the_table_holds_what_the_tests_measured() -> None:
     refused = case | {"architecture": "B", "refused": "no mask"}
     cells = {"4.3 bridge": ["1e-6", "2e-15"]}
     of_a: dict[str, Any] = {"name": "A", "special": "b", "cells": cells, "hooks": "native"}
-    of_b = of_a | {"name": "B", "cells": {"4.3 bridge": "refused: no mask"}}
     assert TABLES["table_of"]([case, exact, refused]) == {
         "versions": {"torch": ["2"]},
-        "architectures": [of_a, of_b],
+        "architectures": [of_a, of_a | {"name": "B", "cells": {"4.3 bridge": "refused: no mask"}}],
         "quantities": {"logits": cells},
     }
 
@@ -67,12 +66,6 @@ def test_check_says_what_works(done: Any, model_folder: Path) -> None:
     assert found.items() >= wanted.items()
     assert "tokens of each prompt, run once for all" in found["shared_demonstrations"]
     assert found["compression"].startswith("yes, ")
-
-
-def saved(weights: Any, tokenizer: Any, folder: Path) -> str:
-    weights.save_pretrained(folder)
-    tokenizer.save_pretrained(folder)
-    return str(folder)
 
 
 def tiny_opt(vocab_size: int) -> Any:

@@ -17,33 +17,23 @@ from anchorlens.cli import analysis, work
 from anchorlens.cli.options import Run
 from anchorlens.cli.tasks import chosen_tasks
 from anchorlens.errors import DataError
-from anchorlens.prompts.own_data import (
-    layout_of,
-    with_other_words,
-    words_of,
-    words_that_say_nothing,
-)
+from anchorlens.prompts import own_data
+from anchorlens.prompts.own_data import layout_of, words_of, words_that_say_nothing
 from tests.support.chat_tokenizers import chat_tokenizer
 
 pytestmark = pytest.mark.filterwarnings(  # of few queries
     *("ignore:in . of . sets", "ignore:some pairs", "ignore:in layers", "ignore:intervals of"),
     *("ignore:no result for", "ignore:the label words"),
 )
-QUERIES = 11
 TWENTY = [f"{first}{second}" for first in "abcd" for second in "klmno"]
 
 
 def frame(classes: list[Any], text: str = "message", label: str = "topic") -> pd.DataFrame:
     """Four rows of each class, and columns that hold neither texts nor classes."""
     rows = [value for value in classes for _ in range(max(4, 16 // len(classes)))]
-    return pd.DataFrame(
-        {
-            "id": range(100, 100 + len(rows)),
-            text: [f"text number {k}, which is long" for k in range(len(rows))],
-            label: rows,
-            "date": [f"2026-01-{k % 28 + 1:02d}" for k in range(len(rows))],
-        }
-    )
+    texts = [f"text number {k}, which is long" for k in range(len(rows))]
+    dates = [f"2026-01-{k % 28 + 1:02d}" for k in range(len(rows))]
+    return pd.DataFrame({"id": range(9, 9 + len(rows)), text: texts, label: rows, "date": dates})
 
 
 def commas(table: pd.DataFrame, path: Path, **options: Any) -> None:
@@ -54,20 +44,11 @@ def commas(table: pd.DataFrame, path: Path, **options: Any) -> None:
 @pytest.mark.parametrize(
     ("name", "table", "expected"),
     [
+        ("names.csv", frame(["yes", "no", "may be"]), {"labels": [" may be", " no", " yes"]}),
         (
-            "names.csv",
-            frame(["yes", "no", "may be"]),
-            {"labels": [" may be", " no", " yes"], "classes": ["may be", "no", "yes"]},
-        ),
-        (
-            "integers.csv",
+            "integers.csv",  # the tokenizer has no token for a space and a digit
             frame([5, 2], "Review_text", "stars"),
-            {
-                "template": "Review text: {text}\nStars:{label}",
-                "labels": ["2", "5"],  # the tokenizer has no token for a space and a digit
-                "classes": [2, 5],
-                "label_column": "stars",
-            },
+            {"template": "Review text: {text}\nStars:{label}", "labels": ["2", "5"]},
         ),
         ("twenty.csv", frame(TWENTY), {"classes": TWENTY}),
         (
@@ -75,22 +56,11 @@ def commas(table: pd.DataFrame, path: Path, **options: Any) -> None:
             frame(["gut", "schlecht"], "Text", "Gefühl"),
             {"template": "Text: {text}\nGefühl:{label}", "text_column": "Text"},
         ),
-        (
-            "rows.parquet",
-            frame([0, 1]),
-            {"template": "Message: {text}\nTopic:{label}", "classes": [0, 1]},
-        ),
+        ("rows.parquet", frame([0, 1]), {"classes": [0, 1], "label_column": "topic"}),
     ],
 )
 def test_a_file_is_analysed_and_the_printed_command_does_the_same(
-    done: Any,
-    no_analysis: Mock,
-    monkeypatch: Any,
-    shallow_folder: Path,
-    tmp_path: Path,
-    name: str,
-    table: pd.DataFrame,
-    expected: dict[str, Any],
+    done: Any, no_analysis: Mock, of_a_csv: list[str], name: str, table: pd.DataFrame, expected: Any
 ) -> None:
     """All is computed from one of the files, and from that with most classes once."""
     prompts: list[Any] = []
@@ -102,15 +72,14 @@ def test_a_file_is_analysed_and_the_printed_command_does_the_same(
         return analysis.analysed(model, task, batches, options)
 
     no_analysis.side_effect = analysed
-    monkeypatch.chdir(tmp_path)
     if name == "rows.parquet":
         table.to_parquet(name)
     else:
         form = {"sep": ";", "encoding": "utf-8-sig"} if name == "semicolon.csv" else {}
-        commas(table, tmp_path / name, **form)
-    given = ["--queries", str(QUERIES), "--draws", "1", "--out", "out"]
-    printed = done("run", name, "--model", str(shallow_folder), *given).err
-    settings = json.loads((tmp_path / "out/settings.json").read_text())
+        commas(table, Path(name), **form)
+    given = [name, *of_a_csv[1:], "--queries", "11", "--draws", "1", "--out", "out"]
+    printed = done("run", *given).err
+    settings = json.loads(Path("out/settings.json").read_text())
     assert {entry: settings.get(entry) for entry in expected} == expected
     assert f"{name}: {len(table)} rows, understood as" in printed
     assert "the model has 3 layers: --depth 1, the layers" in printed
@@ -142,13 +111,11 @@ def test_dates_are_no_classes_unless_they_are_named(tmp_path: Path) -> None:
     """Two dates, each in many rows, would be classes otherwise."""
     path = tmp_path / "a.csv"
     for days in (["2026-01-03", "2026-1-4"], ["3.1.26", "04.01.2026 12:30"]):
-        table = frame(["b", "a"]).drop(columns="date").assign(date=days * 8)
-        commas(table, path)
+        commas(frame(["b", "a"]).drop(columns="date").assign(date=days * 8), path)
         others = str(layout_of(path)).partition("classes from")[2]
         assert "column topic" in others and "date" not in others
         assert chosen(path, label_column="date").entries["label_column"] == "date"
-    versions = frame(["b", "a"]).drop(columns="topic").assign(date=["1.2.x", "1.3.x"] * 8)
-    commas(versions, path)
+    commas(frame(["b", "a"]).drop(columns="topic").assign(date=["1.2.x", "1.3.x"] * 8), path)
     assert layout_of(path).label == "date"
 
 
@@ -172,9 +139,8 @@ def test_classes_of_json_may_be_numbers_with_a_point_or_truths_but_no_lists(tmp_
 
 def test_a_chat_has_answers_without_a_space(tmp_path: Path) -> None:
     commas(frame(["not_yet", "done"]), path := tmp_path / "a.csv")
-    assert chosen(path, chat=True).task == al.ChatTask(
-        "Message: {text}\nTopic:{label}", labels=["done", "not yet"]
-    )
+    expected = al.ChatTask("Message: {text}\nTopic:{label}", labels=["done", "not yet"])
+    assert chosen(path, chat=True).task == expected
 
 
 def test_all_problems_of_a_file_are_one_error(call: Any, tmp_path: Path) -> None:
@@ -186,17 +152,14 @@ def test_all_problems_of_a_file_are_one_error(call: Any, tmp_path: Path) -> None
     told = call("run", str(path), "--label-column", "topic", *given)
     lines = told.err.splitlines()
     assert told.status == 1 and lines[0] == f"error: {path} cannot be used as it is:"
-    assert [line[:33] for line in lines[1:]] == [
-        "  - 2 rows have no text in the co",
-        "  - 1 rows have no class in the c",
-        "  - the column topic has the valu",
-        "  - --shots 2 needs as many rows ",
-        "  - texts are taken from the colu",
+    words = [
+        "  - 2 rows have no text in the column message .* 5, 7.; fill them, or delete these rows",
+        "  - 1 rows have no class in the column topic .*3.; fill them, or delete these rows",
+        "  - the column topic has the values c, which",
+        "  - --shots 2 needs as many rows .*d has 0",
+        r"  - texts are taken .* from the column topic \(--label-column names another: no other\)$",
     ]
-    assert "column message" in lines[1] and "5, 7); fill them, or delete these rows" in lines[1]
-    assert "column topic" in lines[2] and "3); fill them, or delete these rows" in lines[2]
-    assert "values c, which" in lines[3] and "d has 0" in lines[4]
-    assert lines[5].endswith("from the column topic (--label-column names another: no other)")
+    assert all(map(re.match, words, lines[1:])) and len(lines) == 6
 
 
 def tickets(**columns: Any) -> pd.DataFrame:
@@ -267,11 +230,7 @@ def test_an_error_names_the_columns_and_deletes_nothing_that_another_column_has(
         (frame(["a", "b"]), {"text_column": "c"}, "there is no column 'c'. Columns, with how many"),
         (frame(["a", "b"]), {"queries": 50}, "14 rows are left for queries beside the demonstrat"),
         (frame(["a", "b"]), {"label_column": "id"}, "0 rows are left for queries beside the"),
-        (
-            frame(["good", "good "]),
-            {},
-            "the classes 'good', 'good ' are the same word, or blank; g",
-        ),
+        (frame(["good", "good "]), {}, "the classes 'good', 'good ' are the same word, or blank"),
         (frame(["a_b", "a b", "c"]), {}, "the classes 'a b', 'a_b' are the same word, or blank; g"),
         (frame(["a", " "]), {}, "the classes ' ' are the same word, or blank; give each class one"),
     ],
@@ -299,7 +258,7 @@ def test_a_file_without_a_task_is_an_error(
 def test_words_that_begin_alike_are_replaced(names: list[str], labels: list[str]) -> None:
     tokenizer = chat_tokenizer("byte-level")
     task = al.Task("T: {text}\nL:{label}", labels=[f" {name}" for name in names])
-    assert list(with_other_words(tokenizer, task).labels) == labels
+    assert list(own_data.with_other_words(tokenizer, task).labels) == labels
 
 
 def test_label_words_that_are_not_the_names_are_a_table_and_empty_ones_are_named() -> None:
@@ -307,10 +266,9 @@ def test_label_words_that_are_not_the_names_are_a_table_and_empty_ones_are_named
         "classes": ["lost_card", "Top", "via bank", "not", "not spam", 5, "a", "cat"],
         "labels": [" lost card", " top", " via", "not", " not spam", "5", " A", " B"],
     }
-    assert words_of(entries) == (
-        "  2 of 8 classes have a label word that is not their name, as no two may begin with the "
-        "same token:\n    via bank  ' via'\n    cat       ' B'\n"
-    )
+    title, *rows = words_of(entries).splitlines()
+    assert title.startswith("  2 of 8 classes have a label word that is not their name, ")
+    assert rows == ["    via bank  ' via'", "    cat       ' B'"]
     assert words_that_say_nothing(entries) == [" via", " not spam", " B"]
     whole = {"classes": ["no", 1], "labels": [" no", "1"]}
     assert words_of(whole) == "" and words_that_say_nothing(whole) == []
@@ -328,8 +286,7 @@ def test_the_command_shows_label_words_and_warns_of_those_that_say_nothing(
     done: Any, no_analysis: Mock, of_a_csv: list[str]
 ) -> None:
     commas(frame(["same", "same same"]), Path("a.csv"))
-    words = "words ' A', ' B' begin with .* into labels of anch.*/a.t"
-    with pytest.warns(UserWarning, match=words):
+    with pytest.warns(UserWarning, match="words ' A', ' B' begin with .* into labels of .*/a.t"):
         printed = done("run", *of_a_csv, "--queries", "4").err
     assert "2 of 2 classes have a label word" in printed and "same same  ' B'" in printed
 
@@ -378,7 +335,6 @@ def test_columns_are_separated_by_what_is_in_the_first_lines(
 
 
 def next_command(printed: Any) -> tuple[str, list[str]]:
-    """What the command says to do next, and the arguments of that command."""
     reason, line = printed.out.partition("Next: ")[2].splitlines()[:2]
     return reason, shlex.split(line)[1:]
 
@@ -398,13 +354,10 @@ def test_the_next_command_has_the_same_data_and_no_more_queries_than_there_are(
     monkeypatch.chdir(here)
     given = ["--task", "../t.toml", "--model", str(shallow_folder), "--out", ".", "--no-chat"]
     reason, command = next_command(done("run", "../b.csv", *given, "--draws", "1", "--quiet"))
-    assert reason == (
-        "the model does not clearly do the task t; try more demonstrations, or other label words:"
-    )
+    assert reason.startswith("the model does not clearly do the task t; try more demonstrations, ")
     done(*command, "--quiet")
     settings = json.loads((tmp_path / "here-2/settings.json").read_text())
-    expected = {"data": "../b.csv", "chat": False, "shots": 4, "queries": 8}
-    assert settings.items() >= expected.items()
+    assert settings.items() >= {"data": "../b.csv", "chat": False, "shots": 4, "queries": 8}.items()
 
 
 @pytest.mark.slow("whole commands")

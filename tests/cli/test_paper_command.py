@@ -11,6 +11,7 @@ import anchorlens as al
 from anchorlens.errors import RunError
 from anchorlens.prompts import demonstration_sets
 from anchorlens.prompts.examples import BUNDLED
+from tests.cli.conftest import saved
 from tests.support.tiny_models import tiny_gpt2
 
 QUICK = ["--queries", "11", "--seeds", "1", "--depth", "1", "--draws", "1"]
@@ -23,13 +24,12 @@ FIGURES = [*("saliency_flows", "attention_aucroc", "anchor_distances", "isolatio
     "ignore:a prompt has",
 )
 def test_paper_writes_records_tables_and_report(done: Any, byte_level: Any, tmp_path: Path) -> None:
-    model = tmp_path / "model"
-    tiny_gpt2(len(byte_level), n_layer=2, n_positions=400).save_pretrained(model)
-    byte_level.save_pretrained(model)
+    weights = tiny_gpt2(len(byte_level), n_layer=2, n_positions=400)
+    model = saved(weights, byte_level, tmp_path / "model")
     quick = ["--queries", "11", "--seed", str(-(2**70)), "--depth", "1", "--draws", "1"]
     arguments = ["--tasks", "emotions", "--appendix", "--out", str(tmp_path), *quick]
     with pytest.warns(UserWarning, match="for emotions, letters as labels: a prompt has 875 tok"):
-        printed = done("paper", "--model", str(model), *arguments).out
+        printed = done("paper", "--model", model, *arguments).out
     tables = (tmp_path / "tables.txt").read_text()
     assert tables in printed and "GPT2-XL in the paper\n" in tables
     titles = [block.partition(".")[0] for block in tables.split("\n\n")]
@@ -65,28 +65,25 @@ def test_a_command_without_any_record_is_an_error(
 def test_emocontext_runs_only_if_it_is_named(
     done: Any, monkeypatch: Any, paper_parts: Mock, into_folder: list[str]
 ) -> None:
-    bundled = {name: bundle for bundle, name in BUNDLED.items()}
-    monkeypatch.setattr(
-        demonstration_sets, "load_examples", lambda name, split: al.load_examples(bundled[name])
-    )
+    of = {name: bundle for bundle, name in BUNDLED.items()}
+    load: Any = lambda name, split: al.load_examples(of[name])  # noqa: E731
+    monkeypatch.setattr(demonstration_sets, "load_examples", load)
     done("paper", *into_folder)
     done("paper", *into_folder, "--tasks", "sst2, emo")
     tasks = [[*call.args[1]] for call in paper_parts.call_args_list]
     assert tasks == [["sst2", "trec", "agnews"], ["sst2", "emo"]]
-    parts = paper_parts.call_args.kwargs["parts"]
-    assert parts == ("figures", "table 1", "table 2", "table 3")
+    assert paper_parts.call_args.kwargs["parts"] == ("figures", "table 1", "table 2", "table 3")
 
 
 @pytest.mark.slow("whole commands")
 def test_data_can_be_a_folder(
     done: Any, paper_parts: Mock, into_folder: list[str], tmp_path: Path
 ) -> None:
-    """Demonstrations come from TASK/train.jsonl, queries from TASK/test.jsonl."""
     (tmp_path / "sst2").mkdir()
     for split in ("train", "test"):
         rows = [{"text": f"{split} {k}", "label": k % 2} for k in range(24)]
         (tmp_path / "sst2" / f"{split}.jsonl").write_text("\n".join(map(json.dumps, rows)))
     done("paper", "--tasks", "sst2", str(tmp_path), *into_folder, *QUICK)
-    pool, tests = paper_parts.call_args.args[1]["sst2"]
-    assert {example.text.split()[0] for example in pool} == {"train"}
-    assert {example.text.split()[0] for example in tests} == {"test"}
+    of_splits = paper_parts.call_args.args[1]["sst2"]
+    begun = [{example.text.split()[0] for example in examples} for examples in of_splits]
+    assert begun == [{"train"}, {"test"}]

@@ -58,14 +58,12 @@ def test_help_and_mistakes_in_data_files_come_before_heavy_packages(tmp_path: Pa
 def test_a_shell_completes_commands_and_tasks() -> None:
     def completed(words: str) -> list[str]:
         environment = {"_ANCHORLENS_COMPLETE": "complete_bash", "COMP_WORDS": words}
-        number = str(len(words.split(" ")) - 1)
-        process = subprocess.run(
+        return subprocess.run(
             [Path(sys.executable).parent / "anchorlens"],
-            env=os.environ | environment | {"COMP_CWORD": number},
+            env=os.environ | environment | {"COMP_CWORD": str(len(words.split(" ")) - 1)},
             capture_output=True,
             text=True,
-        )
-        return process.stdout.split()
+        ).stdout.split()
 
     assert completed("anchorlens pa") == ["paper"]
     assert completed("anchorlens run --task s") == ["sst2", "sentiment"]

@@ -61,23 +61,17 @@ def loaded(shallow_folder: Path) -> Any:
 @pytest.mark.quick_cases("whole commands", "paper")
 @pytest.mark.parametrize("name", ROWS)
 def test_a_stopped_command_finds_its_rows_and_a_fresh_one_none(
-    call: Any,
-    failed: Any,
-    monkeypatch: Any,
-    loaded: Any,
-    shallow_folder: Any,
-    tmp_path: Any,
-    name: str,
+    call: Any, failed: Any, monkeypatch: Any, loaded: Any, into_folder: list[str], name: str
 ) -> None:
-    row, stopped = ROWS[name], Stopped()
+    row, stopped, (_, folder, _, out) = ROWS[name], Stopped(), into_folder
+    tmp_path = Path(out)
     monkeypatch.setattr("anchorlens.cli.path.load_model", lambda *_, **__: loaded)
     if name == "contexts":
         monkeypatch.setattr("anchorlens.cli.work.trained_contexts", lambda *_: {})
         monkeypatch.setattr("anchorlens.cli.work.reweighted", lambda *_: al.compress)
     monkeypatch.setattr(f"anchorlens.cli.{row.computes}", stopped)
     command, *words = row.words.split()
-    model = [str(shallow_folder)] if command == "across" else ["--model", str(shallow_folder)]
-    arguments = [command, *model, *words, "--out", str(tmp_path)]
+    arguments = [command, *["--model"] * (command != "across"), folder, *words, "--out", out]
     assert call(*arguments).status == 130
     assert stopped.folders == [tmp_path / row.rows]
     of_a_user = [tmp_path / row.rows / "mine.txt", tmp_path / "isolation_mine.safetensors"]

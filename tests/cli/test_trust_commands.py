@@ -17,13 +17,12 @@ import anchorlens as al
 from anchorlens.errors import DataError
 from anchorlens.experiments import analysis
 from anchorlens.prompts.documents import read_documents
+from tests.cli.conftest import saved
 from tests.support.asked import ask
 from tests.support.tiny_models import tiny_gpt2
 
 QUICK = ["--queries", "12", "--depth", "1", "--draws", "2"]
-WARNED = pytest.mark.filterwarnings(
-    "ignore:.*no result", "ignore:in . of . sets", "ignore:.* failed"
-)
+WARNED = pytest.mark.filterwarnings(*("ignore:.*no result", "ignore:in .", "ignore:.* failed"))
 
 
 @pytest.mark.slow("whole commands")
@@ -69,8 +68,7 @@ def test_across_prints_and_reports_each_model_and_resumes(
 def test_across_stores_the_task_of_a_data_file_and_names_it_in_its_command(
     call: Any, monkeypatch: Any, shallow_folder: Path, tmp_path: Path
 ) -> None:
-    stopped = Mock(side_effect=KeyboardInterrupt)
-    monkeypatch.setattr("anchorlens.cli.work.across_models", stopped)
+    monkeypatch.setattr("anchorlens.cli.work.across_models", Mock(side_effect=KeyboardInterrupt))
     data, model = tmp_path / "mine.csv", str(shallow_folder)
     rows = (f"it is {label} {n},{label}" for n in range(9) for label in ("good", "poor"))
     data.write_text("\n".join(["text,label", *rows]))
@@ -88,13 +86,10 @@ def test_models_that_cannot_be_read_are_one_error_before_any_is_loaded(
     models = [str(shallow_folder), "no/such model", "none.gguf"]
     arguments = ["--task", "sentiment", "--queries", "12", "--out", str(tmp_path)]
     told = call("across", *models, *arguments)
-    error = told.err.splitlines()[-3:]
-    assert (
-        told.status == 1
-        and error[0] == "error: 2 of 3 models cannot be analysed; mend them, or leave them out:"
-    )
-    assert "there is no folder 'no/such model'" in error[1]
-    assert error[2] == "  - none.gguf: there is no file none.gguf"
+    first, *models = told.err.splitlines()[-3:]
+    assert told.status == 1 and first.startswith("error: 2 of 3 models cannot be analysed; ")
+    assert "there is no folder 'no/such model'" in models[0]
+    assert models[1] == "  - none.gguf: there is no file none.gguf"
 
 
 def test_two_segments_have_no_rank_correlation_which_is_said_before_weights_are_loaded(
@@ -119,8 +114,7 @@ def test_documents_are_read_from_each_kind_of_file(name: str, tmp_path: Path) ->
     path, rows = tmp_path / name, [row | {"answer": " me"} for row in ROWS]
     if name.endswith("csv"):
         lines = ["Anna is here.\nPeter is there.\nIt is late.", json.dumps(rows[1]["documents"])]
-        frame = pd.DataFrame(rows).assign(documents=lines)
-        frame.to_csv(path, index=False)
+        pd.DataFrame(rows).assign(documents=lines).to_csv(path, index=False)
     else:
         lines = [json.dumps(row) for row in rows]
         path.write_text(json.dumps(rows) if name.endswith("json") else "\n".join(lines))
@@ -163,9 +157,7 @@ def positive_folder(byte_level: Any, tmp_path: Path) -> Path:
         (token,) = byte_level(" Positive")["input_ids"]
         weights.transformer.wte.weight[token] *= 2
         weights.transformer.ln_f.bias += 5 * weights.transformer.wte.weight[token]
-    weights.save_pretrained(tmp_path / "positive")
-    byte_level.save_pretrained(tmp_path / "positive")
-    return tmp_path / "positive"
+    return Path(saved(weights, byte_level, tmp_path / "positive"))
 
 
 @pytest.mark.slow("whole commands")
@@ -244,11 +236,8 @@ def test_faithfulness_of_a_task_is_that_of_the_question(
         assert " ".join(parts[-1].split()).startswith(row["query"].rstrip("…"))
 
         def log_odds(without: int | None, pieces: list[Any] = pieces) -> torch.Tensor:
-            """Of each token that comes next."""
-            ids, mask = (
-                torch.cat(pieces),
-                torch.cat([torch.full_like(piece, k != without) for k, piece in enumerate(pieces)]),
-            )
+            kept = [torch.full_like(piece, k != without) for k, piece in enumerate(pieces)]
+            ids, mask = torch.cat(pieces), torch.cat(kept)
             if removal == "text":
                 ids, mask = ids[mask > 0], mask[mask > 0]
             places = torch.arange(len(ids))[None]

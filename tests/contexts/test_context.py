@@ -7,6 +7,7 @@ import torch
 from transformers import BloomConfig, BloomForCausalLM
 
 import anchorlens as al
+from anchorlens.contexts import placement
 from anchorlens.errors import ModelError
 from tests.support.measures import difference
 from tests.support.tiny_models import questions, tiny_gemma3, tiny_gpt2, tiny_llama
@@ -26,7 +27,7 @@ def test_learned_positions_are_detected_in_logits_of_a_large_mean(
         weights.transformer.ln_f.bias += 100
     model = hooked(weights, byte_level)
     with pytest.raises(ModelError, match="positions cannot be rebased"):
-        al.compress(model, questions(model, 3)[0], positions=al.contexts.placement.rebased)
+        al.compress(model, questions(model, 3)[0], positions=placement.rebased)
 
 
 @pytest.mark.slow("trained contexts")
@@ -34,15 +35,11 @@ def test_learned_positions_are_detected_in_logits_of_a_large_mean(
 def test_rotary_positions_can_be_rebased_in_low_precision(
     hooked: Any, byte_level: Any, sentencepiece_like: Any, dtype: torch.dtype
 ) -> None:
-    rotary: Any = tiny_llama(len(sentencepiece_like))
-    model = hooked(rotary.to(dtype), sentencepiece_like)
-    assert al.compress(
-        model, questions(model, 3)[0], positions=al.contexts.placement.rebased
-    ).is_cut
-    absolute: Any = tiny_gpt2(len(byte_level))
-    learned = hooked(absolute.to(dtype), byte_level)
+    model = hooked(tiny_llama(len(sentencepiece_like)).to(dtype), sentencepiece_like)
+    assert al.compress(model, questions(model, 3)[0], positions=placement.rebased).is_cut
+    learned = hooked(tiny_gpt2(len(byte_level)).to(dtype), byte_level)
     with pytest.raises(ModelError, match="positions cannot be rebased"):
-        al.compress(learned, questions(learned, 3)[0], positions=al.contexts.placement.rebased)
+        al.compress(learned, questions(learned, 3)[0], positions=placement.rebased)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
@@ -62,8 +59,7 @@ def test_distances_of_alibi_are_seen_in_low_precision(
 def test_a_context_is_refused_after_a_head_was_ablated(
     hooked: Any, byte_level: Any, head: int
 ) -> None:
-    weights: Any = tiny_gpt2(len(byte_level))
-    model = hooked(weights, byte_level)
+    model = hooked(tiny_gpt2(len(byte_level)), byte_level)
     batch = questions(model, 3)[0]
     context = al.compress(model, batch)
     context.logits(model, batch)

@@ -4,20 +4,16 @@ from dataclasses import replace
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
 from torch import Tensor
 
 import anchorlens as al
-from anchorlens.contexts import hard_prompt_search
+from anchorlens.contexts import hard_prompt_search, hard_prompts
 from anchorlens.contexts.embedded import embeddings_of, replaced_embeddings
-from anchorlens.contexts.hard_prompt_search import (
-    NearestTokens,
-    SearchedTokens,
-    next_token_loss,
-    prompts_of_next_tokens,
-)
+from anchorlens.contexts.hard_prompt_search import NearestTokens, SearchedTokens
 from anchorlens.contexts.protocol import bos_of, queries_after
 from anchorlens.errors import ModelError, NotFiniteError
 from anchorlens.passes.forward import run_pass
@@ -36,6 +32,11 @@ def searched(model: Any, **options: Any) -> al.contexts.HardPrompt:
     return train_hard_prompt(model, training, **call)
 
 
+def best_of_all(points: Tensor, table: Tensor, allowed: Any = True) -> Tensor:
+    cosines = torch.cosine_similarity(points.double()[:, None], table.double(), dim=-1)
+    return cosines.masked_fill(~torch.as_tensor(allowed), -2).argmax(1)
+
+
 def test_the_projection_equals_a_full_cosine_and_is_idempotent(
     gemma3: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -47,11 +48,8 @@ def test_the_projection_equals_a_full_cosine_and_is_idempotent(
     nearest = NearestTokens.of(gemma3, allowed)
     assert nearest.table.data_ptr() == gemma3.W_E.data_ptr()
     points = torch.randn(50, 32, generator=generator)
-    rows = gemma3.W_E.detach().double()
-    cosines = torch.nn.functional.cosine_similarity(points.double()[:, None], rows, dim=-1)
-    expected = cosines.masked_fill(~allowed, -2).argmax(1)
     ids = nearest.ids(points)
-    assert torch.equal(ids, expected)
+    assert torch.equal(ids, best_of_all(points, gemma3.W_E.detach(), allowed))
     assert torch.equal(nearest.ids(7 * gemma3.W_E.detach()[ids]), ids)
     # The nearest by dot product are others, because longer rows win.
     assert not torch.equal((points @ gemma3.W_E.T).masked_fill(~allowed, -99).argmax(1), ids)
@@ -65,18 +63,15 @@ def test_of_equal_embeddings_the_lowest_allowed_token_is_nearest() -> None:
     allowed = torch.ones(101, dtype=torch.bool)
     allowed[[8, 20]] = False
     points = table[8] + 0.05 * torch.randn(40, 37, generator=generator)
-    nearest = NearestTokens(table, table.norm(dim=1), allowed)
-    assert nearest.ids(points).unique().tolist() == [33]
+    assert NearestTokens(table, table.norm(dim=1), allowed).ids(points).unique().tolist() == [33]
 
 
 def test_of_almost_equal_embeddings_the_nearest_is_found_whatever_the_length_of_p() -> None:
-    """They differ by less than what a product in float32 shows."""
     generator = torch.Generator().manual_seed(2)
     row = torch.randn(37, generator=generator)
     table = row + 2e-7 * torch.randn(60, 37, generator=generator)
     points = row + 0.5 * torch.randn(40, 37, generator=generator)
-    rows, units = (values.double() for values in (table, points))
-    expected = torch.cosine_similarity(units[:, None], rows, dim=-1).argmax(1)
+    expected = best_of_all(points, table)
     nearest = NearestTokens(table, table.norm(dim=1), torch.ones(60, dtype=torch.bool))
     assert len(expected.unique()) > 5
     for length in (1.0, 1e5, 1e-5):
@@ -87,12 +82,9 @@ def test_norms_of_low_precision_are_exact_and_rows_of_zeros_are_never_found() ->
     generator = torch.Generator().manual_seed(4)
     table = torch.randn(300, 5, generator=generator).bfloat16()
     table[7] = 0
-    model: Any = SimpleNamespace(W_E=table)
-    nearest = NearestTokens.of(model, torch.ones(300, dtype=torch.bool))
+    nearest = NearestTokens.of(SimpleNamespace(W_E=table), torch.ones(300, dtype=torch.bool))
     points = torch.randn(50, 5, generator=generator)
-    cosines = torch.cosine_similarity(points.double()[:, None], table.double(), dim=-1)
-    cosines[:, 7] = -2
-    assert torch.equal(nearest.ids(points), cosines.argmax(1))
+    assert torch.equal(nearest.ids(points), best_of_all(points, table, torch.arange(300) != 7))
 
 
 @pytest.mark.parametrize("value", [0.0, 1e30, float("inf"), float("nan")])
@@ -107,11 +99,11 @@ def test_only_plain_tokens_among_those_of_the_user_are_found(gpt2: Any) -> None:
     allowed[[0, 300, 301, 17]] = True
     plain = plain_tokens(gpt2.tokenizer, len(gpt2.W_E))
     assert not plain[0] and plain[[17, 300, 301]].all()
-    method = al.contexts.hard_prompts.Descent(partial(torch.optim.SGD, lr=1e6))
+    method = hard_prompts.Descent(partial(torch.optim.SGD, lr=1e6))
     prompt = searched(gpt2, start=[300], method=method, allowed=allowed, check_every=1, steps=2)
     assert {*prompt.ids.tolist()} <= {17, 300, 301}
     _, [held_out] = halves(gpt2)
-    given = al.contexts.hard_prompts.of_tokens(gpt2, prompt.ids.tolist(), held_out=[held_out])
+    given = hard_prompts.of_tokens(gpt2, prompt.ids.tolist(), held_out=[held_out])
     assert torch.equal(given.logits(gpt2, held_out), prompt.logits(gpt2, held_out))
     assert float(given.training.best_accuracy) == float(prompt.training.best_accuracy)
 
@@ -149,13 +141,12 @@ def test_unused_tokens_are_not_plain(byte_level: Any) -> None:
 
 
 def trainable_of(model: Any, batch: al.PromptBatch, method: Any, **changes: Any) -> SearchedTokens:
-    allowed = torch.ones(len(model.W_E), dtype=torch.bool)
     fields: dict[str, Any] = {
         "model": model,
         "bos": bos_of(batch),
         "embeddings": model.W_E[[300, 17]].detach().clone().requires_grad_(),
         "unit": 1.0,
-        "nearest": NearestTokens.of(model, allowed),
+        "nearest": NearestTokens.of(model, torch.ones(len(model.W_E), dtype=torch.bool)),
         "method": method,
         "steps": 4,
         "seed": 0,
@@ -168,18 +159,19 @@ def trainable_of(model: Any, batch: al.PromptBatch, method: Any, **changes: Any)
 @pytest.mark.every_kind
 def test_the_gradient_equals_central_differences(hooked: Any, sentencepiece_like: Any) -> None:
     """After a BOS; in GPT-2, because the norms of Llama and Gemma compute in float32."""
-    weights: Any = tiny_gpt2(len(sentencepiece_like))
-    model = hooked(weights.double(), sentencepiece_like)
+    model = hooked(tiny_gpt2(len(sentencepiece_like)).double(), sentencepiece_like)
     batch = questions(model, 3)[0]
-    trainable = trainable_of(model, batch, replace(al.contexts.hard_prompts.PEZ, fluency=0.25))
+    trainable = trainable_of(model, batch, replace(hard_prompts.PEZ, fluency=0.25))
     tokens, n_bos = trainable.tokens, len(trainable.bos)
     assert n_bos == 1
 
     def objective(values: Tensor) -> float:
         hooks = [replaced_embeddings(values, n_bos)]
-        queries, parts = queries_after(batch, tokens), prompts_of_next_tokens(batch, tokens)
-        task = al.losses.label_cross_entropy(run_pass(model, queries, hooks=hooks), queries).mean()
-        fluency = next_token_loss(run_pass(model, parts, hooks=hooks), tokens).mean()
+        queries = queries_after(batch, tokens)
+        parts = hard_prompt_search.prompts_of_next_tokens(batch, tokens)
+        of_queries, of_parts = (run_pass(model, each, hooks=hooks) for each in (queries, parts))
+        task = al.losses.label_cross_entropy(of_queries, queries).mean()
+        fluency = hard_prompt_search.next_token_loss(of_parts, tokens).mean()
         return float(0.75 * task + 0.25 * fluency)
 
     loss = trainable.backward(model, batch, al.losses.label_cross_entropy)
@@ -196,7 +188,7 @@ def test_the_tokens_nearest_to_p_are_run_and_give_the_logits_of_plain_tokens(mod
     tokens = torch.cat([bos, torch.tensor([300, 17, 301])])
     point = embeddings_of(model, batch, tokens)[len(bos) :]
     nearby = (3 * point + 0.01).requires_grad_()
-    method = replace(al.contexts.hard_prompts.AUTOPROMPT, optimizer=SGD)
+    method = replace(hard_prompts.AUTOPROMPT, optimizer=SGD)
     trainable = trainable_of(model, batch, method, embeddings=nearby)
     assert torch.equal(trainable.tokens, tokens)
     queries = queries_after(batch, tokens)
@@ -215,12 +207,9 @@ def test_a_search_is_the_algorithm_by_hand_on_plain_transformers(llama: Any, kee
     """Steps of SGD on P with the clipped gradient at P', and a projection after each if asked."""
     ((batch,), _), start = halves(llama), [300, 301, 302]
     lr, clip, fluency = 8.0, 0.5, 0.2
-    method = al.contexts.hard_prompts.Descent(
-        partial(torch.optim.SGD, lr=lr), keep, fluency=fluency
-    )
+    method = hard_prompts.Descent(partial(torch.optim.SGD, lr=lr), keep, fluency=fluency)
     losses = searched(llama, method=method, start=start, clip=clip, steps=7).training.losses
-    assert batch.gold is not None
-    gold = batch.gold
+    gold: Any = batch.gold
     weights: Any = tiny_llama(len(llama.tokenizer))
     weights.requires_grad_(False)
     table = weights.model.embed_tokens.weight
@@ -231,7 +220,6 @@ def test_a_search_is_the_algorithm_by_hand_on_plain_transformers(llama: Any, kee
         return cosines.masked_fill(~allowed, -2).argmax(1)
 
     def mean_loss(prompt: Tensor) -> Tensor:
-        """The objective of embeddings between the BOS and the queries."""
         begin = torch.cat([table[batch.tokens[0, :1]], prompt])
         tasks = []
         for row in range(len(batch)):
@@ -257,30 +245,23 @@ def test_a_search_is_the_algorithm_by_hand_on_plain_transformers(llama: Any, kee
 
 
 def test_noise_follows_each_step(gpt2: Any) -> None:
-    """A projection shows in the test before that both come after the step of the optimizer."""
-    steps: list[tuple[int, int]] = []
-
-    def noise(step: int, steps_of_search: int) -> float:
-        steps.append((step, steps_of_search))
-        return 0.0
-
-    method = al.contexts.hard_prompts.Descent(SGD, noise=noise)
-    searched(gpt2, method=method, start=[300], steps=3)
-    assert steps == [(0, 3), (1, 3), (2, 3)]
+    noise = Mock(return_value=0.0)
+    searched(gpt2, method=hard_prompts.Descent(SGD, noise=noise), start=[300], steps=3)
+    assert [call.args for call in noise.call_args_list] == [(0, 3), (1, 3), (2, 3)]
 
 
 def test_noise_becomes_smaller_and_depends_on_seed_and_step(gpt2: Any) -> None:
     batch = questions(gpt2, 2)[0]
-    noise = al.contexts.hard_prompts.Langevin(rate=0.5)
+    noise = hard_prompts.Langevin(rate=0.5)
     assert [noise(step, 4) for step in (0, 2, 4)] == pytest.approx([1.0, 0.1, 0.01])
-    fluent: Any = al.contexts.hard_prompts.FLUENT_PROMPT
+    fluent: Any = hard_prompts.FLUENT_PROMPT
     assert fluent.noise.rate == fluent.optimizer.rate and not fluent.keep_continuous
-    other = al.contexts.hard_prompts.Langevin(rate=8.0, first=0.25, last=0.01)
+    other = hard_prompts.Langevin(rate=8.0, first=0.25, last=0.01)
     assert [other(step, 2) for step in (0, 1, 2)] == pytest.approx([2.0, 0.8**0.5, 0.4])
-    method = al.contexts.hard_prompts.Descent(SGD, noise=noise)
+    method = hard_prompts.Descent(SGD, noise=noise)
 
-    def moved(step: int, seed: int) -> Tensor:
-        trainable = trainable_of(gpt2, batch, method, seed=seed)
+    def moved(step: int, seed: int, unit: float = 1.0) -> Tensor:
+        trainable = trainable_of(gpt2, batch, method, seed=seed, unit=unit)
         before = trainable.embeddings.detach().clone()
         trainable.after_step(step)
         return trainable.embeddings.detach() - before
@@ -290,10 +271,7 @@ def test_noise_becomes_smaller_and_depends_on_seed_and_step(gpt2: Any) -> None:
     assert torch.sign(moved(0, 1)).ne(torch.sign(moved(1, 1))).any()
     assert moved(0, 1).std() == pytest.approx(1.0, rel=0.3)
     assert moved(4, 1).std() == pytest.approx(0.01, rel=0.3)
-    larger = trainable_of(gpt2, batch, method, seed=1, unit=5.0)
-    before = larger.embeddings.detach().clone()
-    larger.after_step(0)
-    torch.testing.assert_close(larger.embeddings.detach() - before, 5 * moved(0, 1))
+    torch.testing.assert_close(moved(0, 1, unit=5.0), 5 * moved(0, 1))
 
 
 def test_a_relative_rate_makes_the_same_steps_at_any_size_of_embeddings() -> None:
@@ -311,18 +289,17 @@ def test_a_relative_rate_makes_the_same_steps_at_any_size_of_embeddings() -> Non
             points.append(values.detach() / scale)
         return torch.stack(points)
 
-    relative = al.contexts.hard_prompts.RelativeAdafactor(0.3)
+    relative = hard_prompts.RelativeAdafactor(0.3)
     torch.testing.assert_close(path(100.0, relative), path(1.0, relative))
-    absolute = al.contexts.hard_prompts.Adafactor(lr=0.3 * 12.5**0.5)
+    absolute = hard_prompts.Adafactor(lr=0.3 * 12.5**0.5)
     torch.testing.assert_close(path(1.0, relative), path(1.0, absolute))
 
 
 def test_without_a_step_the_start_is_returned(gpt2: Any) -> None:
-    words = al.contexts.hard_prompts.class_words(halves(gpt2)[0])
+    words = hard_prompts.class_words(halves(gpt2)[0])
     labels = [word.replace(" ", "Ġ") for word in al.TASKS["trec"].first_words]
     assert gpt2.tokenizer.convert_ids_to_tokens(words) == labels
-    prompt = searched(gpt2, steps=0, length=8)
-    assert prompt.ids.tolist() == [*words, *words][:8]
+    assert searched(gpt2, steps=0, length=8).ids.tolist() == [*words, *words][:8]
     assert searched(gpt2, steps=0, start=[300, 301]).ids.tolist() == [300, 301, 300]
 
 
@@ -330,12 +307,12 @@ def test_without_a_step_the_start_is_returned(gpt2: Any) -> None:
 def test_the_text_is_that_of_the_tokens_after_the_bos_and_is_encoded_again(model: Any) -> None:
     (_, held_out), tokenizer = halves(model), model.tokenizer
     joined = tokenizer(" the", add_special_tokens=False)["input_ids"]
-    whole = al.contexts.hard_prompts.of_tokens(model, joined, held_out=held_out)
+    whole = hard_prompts.of_tokens(model, joined, held_out=held_out)
     assert whole.text == " the" and whole.encodes_back and len(joined) == 1
     assert whole.encoded.tolist() == whole.tokens.tolist() == [*whole.info["bos"], *joined]
     marker = "Ġ" if not whole.info["bos"] else "▁"
     pieces = tokenizer.convert_tokens_to_ids([marker, "t", "h", "e"])
-    prompt = al.contexts.hard_prompts.of_tokens(model, pieces, held_out=held_out)
+    prompt = hard_prompts.of_tokens(model, pieces, held_out=held_out)
     assert prompt.text == " the" and torch.equal(prompt.encoded, whole.tokens)
     assert not prompt.encodes_back and "to other tokens" in prompt._repr_html_()
     assert float(prompt.encoded_accuracy) == float(whole.training.best_accuracy)
@@ -346,14 +323,11 @@ def test_the_accuracy_of_the_text_is_that_on_held_out_queries(gpt2: Any) -> None
     pieces = tokenizer.convert_tokens_to_ids(["Ġ", "t", "h", "e"])
     joined = tokenizer(" the", add_special_tokens=False)["input_ids"]
     (training,), (held_out,) = halves(gpt2)
-    context = al.contexts.hard_prompts.of_tokens(gpt2, joined, held_out=[held_out])
-    answers = [
-        batch.label_scores(context.logits(gpt2, batch)).argmax(1) for batch in (training, held_out)
-    ]
-    wrong = replace(training, gold=(answers[0] + 1) % 6)
-    right = replace(held_out, gold=answers[1])
-    call: dict[str, Any] = {"start": pieces, "length": 4, "steps": 0}
-    prompt = train_hard_prompt(gpt2, [wrong], held_out=[right], **call)
+    context = hard_prompts.of_tokens(gpt2, joined, held_out=[held_out])
+    scores = [each.label_scores(context.logits(gpt2, each)) for each in (training, held_out)]
+    wrong = replace(training, gold=(scores[0].argmax(1) + 1) % 6)
+    right = replace(held_out, gold=scores[1].argmax(1))
+    prompt = train_hard_prompt(gpt2, [wrong], held_out=[right], start=pieces, length=4, steps=0)
     assert prompt.encoded.tolist() == joined and float(prompt.encoded_accuracy) == 1
 
 
@@ -361,42 +335,32 @@ def test_the_accuracy_of_the_text_is_that_on_held_out_queries(gpt2: Any) -> None
 def test_random_prompts_are_plain_and_seeded(gpt2: Any) -> None:
     _, held_out = halves(gpt2)
     call: dict[str, Any] = {"held_out": held_out, "length": 4, "draws": 2}
-    ids, again, others = (
-        [prompt.ids.tolist() for prompt in al.contexts.hard_prompts.random(gpt2, seed=n, **call)]
-        for n in (1, 1, 2)
-    )
+    drawn = (hard_prompts.random(gpt2, seed=seed, **call) for seed in (1, 1, 2))
+    ids, again, others = ([prompt.ids.tolist() for prompt in prompts] for prompts in drawn)
     assert len(ids) == 2 and ids[0] != ids[1] and ids == again != others
     assert plain_tokens(gpt2.tokenizer, len(gpt2.tokenizer))[torch.tensor(ids)].all()
 
 
 @pytest.mark.parametrize("side", ["left", "right"])
-@pytest.mark.parametrize("name", ["gpt2", "llama"])
+@pytest.mark.parametrize("model", ["gpt2", "llama"], indirect=True)
 def test_inserted_tokens_give_the_prompts_that_a_text_before_them_gives(
-    name: str, side: Any, request: pytest.FixtureRequest
+    model: Any, side: Any
 ) -> None:
-    model = request.getfixturevalue(name)
     batch = questions(model, 3, padding_side=side)[0]
     words = "What is it?\n"
     ids = model.tokenizer(words, add_special_tokens=False)["input_ids"]
-    prompt = al.contexts.hard_prompts.of_tokens(model, ids, held_out=[batch])
-    longer = prompt.insert(batch)
+    longer = hard_prompts.of_tokens(model, ids, held_out=[batch]).insert(batch)
     check_batch(longer)
-    task = al.TASKS["trec"]
-    begun = al.Task(task.template, task.labels, instructions=words)
-    expected = questions_of(model, begun, side)
-    for field in ("tokens", "label_positions", "target_positions", "attention_mask"):
-        assert torch.equal(getattr(longer, field), getattr(expected, field)), field
-    assert torch.equal(longer.query_start, expected.query_start)
-    assert torch.equal(longer.segments[:, -5:], expected.segments[:, -5:])
-    # So that a run takes no shared tokens of the shorter prompts for those of the longer ones.
-    assert torch.equal(longer.demonstrations_id, expected.demonstrations_id)
-
-
-def questions_of(model: Any, task: al.Task, side: Any) -> al.PromptBatch:
-    examples = al.load_examples("questions")
+    examples, begun = al.load_examples("questions"), replace(al.TASKS["trec"], instructions=words)
     demos = al.sample_demonstrations(examples, seed=1)
-    queries = [example for example in examples if example not in demos][:3]
-    return al.build_prompts(model.tokenizer, task, demos, queries, padding_side=side)[0]
+    given = begun, demos, [example for example in examples if example not in demos][:3]
+    [expected] = al.build_prompts(model.tokenizer, *given, padding_side=side)
+    names = ["tokens", "label_positions", "target_positions", "attention_mask", "query_start"]
+    # So that a run takes no shared tokens of the shorter prompts for those of the longer ones.
+    names.append("demonstrations_id")
+    for name in names:
+        assert torch.equal(getattr(longer, name), getattr(expected, name)), name
+    assert torch.equal(longer.segments[:, -5:], expected.segments[:, -5:])
 
 
 @pytest.mark.changes_model

@@ -13,6 +13,7 @@ import pytest
 import torch
 
 import anchorlens as al
+from anchorlens.contexts import hard_prompts
 from anchorlens.prompts.plain_tokens import plain_tokens
 from tests.support.tiny_models import tiny_gpt2
 from tests.support.trained_contexts import train_hard_prompt
@@ -48,9 +49,8 @@ def embeddings(count: int) -> torch.Tensor:
 
 @pytest.fixture(scope="module")
 def model(byte_level: Any) -> Any:
-    weights: Any = tiny_gpt2(
-        len(byte_level), n_layer=1, n_head=2, n_embd=WIDTH, tie_word_embeddings=False
-    )
+    sizes = {"n_layer": 1, "n_head": 2, "n_embd": WIDTH}
+    weights: Any = tiny_gpt2(len(byte_level), **sizes, tie_word_embeddings=False)
     no, yes = (byte_level(word)["input_ids"][0] for word in TASK.labels)
     block, last = weights.transformer.h[0], weights.transformer.ln_f
     with torch.no_grad():
@@ -89,8 +89,7 @@ def test_pez_finds_the_token(model: Any, prompts: Any) -> None:
     found = search(**SHORT)
     assert WANTED in found.ids.tolist() and float(found.training.best_accuracy) == 1
     assert found.training.held_out_accuracy[0] == 0
-    others = torch.arange(len(model.W_E)) != WANTED
-    without = search(**SHORT, allowed=others)
+    without = search(**SHORT, allowed=torch.arange(len(model.W_E)) != WANTED)
     assert float(without.training.best_accuracy) == 0
     assert WANTED not in without.ids.tolist()
 
@@ -100,9 +99,6 @@ def test_projected_steps_are_too_short_to_find_it(model: Any, prompts: Any) -> N
     """The published script loses what its steps add up to; longer steps find the token."""
     training, held_out = prompts
     search = partial(train_hard_prompt, model, training, held_out=held_out, start=START)
-    published = search(method=al.contexts.hard_prompts.PEZ_AS_PUBLISHED, **SHORT)
-    assert published.ids.tolist() == START
-    long = replace(
-        al.contexts.hard_prompts.AUTOPROMPT, optimizer=partial(torch.optim.SGD, lr=100.0)
-    )
+    assert search(method=hard_prompts.PEZ_AS_PUBLISHED, **SHORT).ids.tolist() == START
+    long = replace(hard_prompts.AUTOPROMPT, optimizer=partial(torch.optim.SGD, lr=100.0))
     assert WANTED in search(method=long, **SHORT).ids.tolist()

@@ -2,7 +2,6 @@
 
 import json
 import sys
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -13,6 +12,7 @@ from peft import LoraConfig, PromptTuningConfig, get_peft_model
 from safetensors.torch import load_file, save_file
 
 import anchorlens as al
+from anchorlens.contexts import context_from_peft, context_to_peft, placement
 from anchorlens.contexts.protocol import bos_of
 from anchorlens.errors import ModelError, PromptError, StoreError
 from tests.support.measures import centred, difference, does_not_run, same
@@ -24,17 +24,12 @@ pytestmark = pytest.mark.filterwarnings(
     "ignore:`is_gradient_checkpointing` is deprecated:FutureWarning"
 )
 
-PLAIN: dict[str, Callable[[int], Any]] = {
-    "gpt2": tiny_gpt2,
-    "llama": tiny_llama,
-    "gemma3": tiny_gemma3,
-}
+PLAIN: dict[str, Any] = {"gpt2": tiny_gpt2, "llama": tiny_llama, "gemma3": tiny_gemma3}
 LIMIT = 1e-5
 
 
 @pytest.fixture(params=["gpt2", "llama", "gemma3"])
 def pair(request: pytest.FixtureRequest, hooked: Any) -> tuple[Any, Any]:
-    """A hooked model, and the transformers model with its weights."""
     model = request.getfixturevalue(request.param)
     return model, plain(request.param, model)
 
@@ -62,12 +57,11 @@ def test_peft_gives_the_logits_of_a_context(pair: tuple[Any, Any], tmp_path: Pat
     for context in (trained(model), whole):
         if not hasattr(model, "original_model"):
             with pytest.raises(ModelError, match="is a HookedTransformer: it caches keys before"):
-                al.contexts.context_to_peft(context, model, tmp_path / "none")
+                context_to_peft(context, model, tmp_path / "none")
             continue
         expected = context.logits(model, batch)
-        folder = al.contexts.context_to_peft(context, model, tmp_path / type(context).__name__)
-        logits = peft_logits(weights, folder, batch)
-        assert difference(centred(logits), centred(expected)) < LIMIT
+        folder = context_to_peft(context, model, tmp_path / type(context).__name__)
+        assert difference(centred(peft_logits(weights, folder, batch)), centred(expected)) < LIMIT
         with_bos = peft_logits(weights, folder, batch, bos_of(batch).tolist())
         changes = difference(centred(with_bos), centred(expected)) > 1e-3
         assert changes == bool(len(bos_of(batch)))
@@ -81,13 +75,13 @@ def test_every_kind_of_context_becomes_an_adapter(llama: Any, tmp_path: Path) ->
     contexts: list[Any] = [
         train_soft_prompt(llama, training, **call),
         train_hard_prompt(llama, training, **call),
-        al.compress(llama, training[0], positions=al.contexts.placement.rebased),
+        al.compress(llama, training[0], positions=placement.rebased),
     ]
     for number, context in enumerate(contexts):
-        folder = al.contexts.context_to_peft(context, llama, tmp_path / str(number))
+        folder = context_to_peft(context, llama, tmp_path / str(number))
         logits = peft_logits(weights, folder, batch)
         assert difference(logits, context.logits(llama, batch)) < LIMIT
-        back = al.contexts.context_from_peft(folder, llama)
+        back = context_from_peft(folder, llama)
         assert difference(back.logits(llama, batch), logits) < LIMIT
     compressed = contexts[-1]
     assert torch.equal(back.tokens, compressed.tokens[compressed.selected])
@@ -97,7 +91,7 @@ def test_every_kind_of_context_becomes_an_adapter(llama: Any, tmp_path: Path) ->
 def test_the_base_model_is_named_for_peft(model_folder: Path, tmp_path: Path) -> None:
     model = al.load_model(str(model_folder))
     context = of_everything(model, questions(model, 2)[0])
-    folder = al.contexts.context_to_peft(context, model, tmp_path / "new" / "adapter")
+    folder = context_to_peft(context, model, tmp_path / "new" / "adapter")
     config = json.loads((folder / "adapter_config.json").read_text())
     assert config["base_model_name_or_path"] == str(model_folder)
     assert config["num_virtual_tokens"] == len(context.tokens)
@@ -114,14 +108,14 @@ def test_a_prefix_of_peft_answers_as_in_peft(pair: tuple[Any, Any], tmp_path: Pa
     folder = saved_by_peft(weights, tmp_path / "adapter", 30)
     if not hasattr(model, "original_model"):
         with pytest.raises(ModelError, match="is a HookedTransformer"):
-            al.contexts.context_from_peft(folder, model, batch)
+            context_from_peft(folder, model, batch)
         return
-    context = al.contexts.context_from_peft(folder, model, batch)
+    context = context_from_peft(folder, model, batch)
     expected = peft_logits(weights, folder, right, bos)
     assert difference(centred(context.logits(model, batch)), centred(expected)) < LIMIT
     assert context.tokens.tolist() == [0] * 30 + bos and context.info["bos"] == bos
     for after in ([], [17, 300]):
-        other = al.contexts.context_from_peft(folder, model, batch, tokens_after=after)
+        other = context_from_peft(folder, model, batch, tokens_after=after)
         expected = peft_logits(weights, folder, right, after)
         assert difference(centred(other.logits(model, batch)), centred(expected)) < LIMIT
         assert len(other.tokens) == 30 + len(after)
@@ -132,7 +126,7 @@ def test_the_file_of_a_projected_prefix_holds_keys_and_values(llama: Any, tmp_pa
     options = {"prefix_projection": True, "encoder_hidden_size": 12}
     folder = saved_by_peft(weights, tmp_path / "adapter", 4, **options)
     expected = peft_logits(weights, folder, batch, bos_of(batch).tolist())
-    context = al.contexts.context_from_peft(folder, llama, batch)
+    context = context_from_peft(folder, llama, batch)
     assert difference(context.logits(llama, batch), expected) < LIMIT
 
 
@@ -144,7 +138,7 @@ def test_a_prefix_has_the_type_of_the_model(
     model = hooked(tiny_llama(len(sentencepiece_like)).to(torch.bfloat16), sentencepiece_like)
     (batch,) = questions(model, 2)
     folder = saved_by_peft(tiny_llama(len(sentencepiece_like)), tmp_path / "adapter", 3)
-    context = al.contexts.context_from_peft(folder, model, batch)
+    context = context_from_peft(folder, model, batch)
     assert {tensor.dtype for tensor in context.prefix.keys} == {torch.bfloat16}
     expected = peft_logits(weights, folder, batch, bos_of(batch).tolist()).float()
     assert difference(context.logits(model, batch), expected) < 0.03
@@ -155,23 +149,23 @@ def test_a_context_comes_back_bit_for_bit(pair: tuple[Any, Any], tmp_path: Path)
     model, weights = pair
     (batch,) = questions(model, 3)
     foreign = saved_by_peft(weights, tmp_path / "peft", 3)
-    for context in (trained(model), al.contexts.context_from_peft(foreign, model, batch)):
-        folder = al.contexts.context_to_peft(context, model, tmp_path / "ours")
-        back = al.contexts.context_from_peft(folder, model)
+    for context in (trained(model), context_from_peft(foreign, model, batch)):
+        folder = context_to_peft(context, model, tmp_path / "ours")
+        back = context_from_peft(folder, model)
         assert type(back) is al.contexts.PrefixContext and back.training is None
         assert same(back, replace(context, training=None)) and back.info == context.info
         assert torch.equal(back.logits(model, batch), context.logits(model, batch))
-        assert same(al.contexts.context_from_peft(folder, model, batch), back)
+        assert same(context_from_peft(folder, model, batch), back)
         assert same(al.contexts.PrefixContext.load(back.save(tmp_path / "context")), back)
 
 
 @pytest.mark.slow("trained contexts")
 def test_a_folder_that_peft_saved_again_holds_the_bos(llama: Any, tmp_path: Path) -> None:
     context, (batch,) = trained(llama), questions(llama, 2)
-    folder = al.contexts.context_to_peft(context, llama, tmp_path / "adapter")
+    folder = context_to_peft(context, llama, tmp_path / "adapter")
     weights = folder / "adapter_model.safetensors"
     save_file(load_file(weights), weights, metadata={"format": "pt"})
-    again = al.contexts.context_from_peft(folder, llama, batch, tokens_after=[])
+    again = context_from_peft(folder, llama, batch, tokens_after=[])
     assert torch.equal(again.logits(llama, batch), context.logits(llama, batch))
 
 
@@ -180,7 +174,7 @@ def test_no_virtual_token_is_taken_for_a_bos(llama: Any, tmp_path: Path) -> None
     (batch,) = questions(llama, 2)
     first = replace(batch, tokens=batch.tokens.masked_fill(batch.tokens == 1, 0))
     folder = saved_by_peft(plain("llama", llama), tmp_path / "adapter", 2)
-    context = al.contexts.context_from_peft(folder, llama, first)
+    context = context_from_peft(folder, llama, first)
     assert context.tokens.tolist() == [1, 1, 0] and context.info["bos"] == [0]
 
 
@@ -191,7 +185,7 @@ def test_contexts_that_peft_cannot_hold_are_refused(gpt2: Any, llama: Any, tmp_p
     keys = context.prefix.keys
     gap, restarted = (
         al.compress(llama, batch, positions=positions)
-        for positions in (al.contexts.placement.as_in_prompt, al.contexts.placement.restarted)
+        for positions in (placement.as_in_prompt, placement.restarted)
     )
     wider = replace(context.prefix, keys=(*keys[:-1], torch.cat([keys[-1]] * 2, dim=3)))
     fewer = replace(context.prefix, keys=keys[:-1], values=context.prefix.values[:-1])
@@ -204,12 +198,12 @@ def test_contexts_that_peft_cannot_hold_are_refused(gpt2: Any, llama: Any, tmp_p
     ]
     for kind, message, refused in bad:
         with pytest.raises(kind, match=message):
-            al.contexts.context_to_peft(refused, llama, folder)
+            context_to_peft(refused, llama, folder)
     assert not folder.exists()
     path = tmp_path / "file"
     path.write_text("")
     with pytest.raises(StoreError, match="cannot be made"):
-        al.contexts.context_to_peft(context, llama, path)
+        context_to_peft(context, llama, path)
 
 
 @pytest.mark.every_kind
@@ -222,21 +216,21 @@ def test_folded_value_biases_are_refused(raw: Any, byte_level: Any, tmp_path: Pa
     folder = saved_by_peft(weights, tmp_path / "peft", 2)
     message = "value biases of this model are folded|is a HookedTransformer"
     with pytest.raises(ModelError, match=message):
-        al.contexts.context_to_peft(context, model, tmp_path / "ours")
+        context_to_peft(context, model, tmp_path / "ours")
     with pytest.raises(ModelError, match=message):
-        al.contexts.context_from_peft(folder, model, batch)
+        context_from_peft(folder, model, batch)
 
 
 def test_without_peft_an_error_says_how_to_install_it(
     gpt2: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     context = trained(gpt2, steps=0)
-    folder = al.contexts.context_to_peft(context, gpt2, tmp_path / "adapter")
+    folder = context_to_peft(context, gpt2, tmp_path / "adapter")
     monkeypatch.setitem(sys.modules, "peft", None)
     with pytest.raises(StoreError, match=r'pip install "anchorlens\[peft\]"'):
-        al.contexts.context_to_peft(context, gpt2, tmp_path / "other")
+        context_to_peft(context, gpt2, tmp_path / "other")
     assert not (tmp_path / "other").exists()
-    assert same(al.contexts.context_from_peft(folder, gpt2), replace(context, training=None))
+    assert same(context_from_peft(folder, gpt2), replace(context, training=None))
 
 
 def test_what_does_not_fit_is_refused_when_reading(gpt2: Any, llama: Any, tmp_path: Path) -> None:
@@ -247,8 +241,8 @@ def test_what_does_not_fit_is_refused_when_reading(gpt2: Any, llama: Any, tmp_pa
     )
     changed(more_heads / "adapter_config.json", num_attention_heads=4)  # of as many entries
     of_gpt2 = saved_by_peft(tiny_gpt2(700), tmp_path / "of gpt2", 3)
-    ours = al.contexts.context_to_peft(trained(llama, steps=0), llama, tmp_path / "ours")
-    other = al.contexts.context_to_peft(trained(gpt2, steps=0), gpt2, tmp_path / "gpt2")
+    ours = context_to_peft(trained(llama, steps=0), llama, tmp_path / "ours")
+    other = context_to_peft(trained(gpt2, steps=0), gpt2, tmp_path / "gpt2")
     no_bos = replace(batch, begins_with_bos=False)
     bad: list[tuple[type[Exception], str, Path, dict[str, Any]]] = [
         (PromptError, "pass a batch of the prompts", theirs, {}),
@@ -260,84 +254,76 @@ def test_what_does_not_fit_is_refused_when_reading(gpt2: Any, llama: Any, tmp_pa
     ]
     for kind, message, folder, options in bad:
         with pytest.raises(kind, match=message), does_not_run(llama):
-            al.contexts.context_from_peft(folder, llama, **options)
+            context_from_peft(folder, llama, **options)
     for folder, shape in ((of_gpt2, r"\(3, 2, 12\)"), (more_heads, r"\(3, 4, 4\)")):
         with pytest.raises(ModelError, match=rf"{shape}, but .* has \(3, 2, 8\)"):
-            al.contexts.context_from_peft(folder, llama, batch)
+            context_from_peft(folder, llama, batch)
 
 
-@pytest.mark.parametrize(
-    "config",
-    [LoraConfig(task_type="CAUSAL_LM"), PromptTuningConfig("CAUSAL_LM", num_virtual_tokens=2)],
-)
+OTHERS = [LoraConfig("CAUSAL_LM"), PromptTuningConfig("CAUSAL_LM", num_virtual_tokens=2)]
+
+
+@pytest.mark.parametrize("config", OTHERS)
 def test_adapters_of_another_kind_are_refused(llama: Any, tmp_path: Path, config: Any) -> None:
     with torch.random.fork_rng(devices=[]):
         get_peft_model(plain("llama", llama), config).save_pretrained(str(tmp_path))
     with pytest.raises(StoreError, match=f"of the kind {config.peft_type.value} for CAUSAL_LM"):
-        al.contexts.context_from_peft(tmp_path, llama, questions(llama, 2)[0])
+        context_from_peft(tmp_path, llama, questions(llama, 2)[0])
 
 
 def test_damaged_files_are_refused(llama: Any, tmp_path: Path) -> None:
     (batch,) = questions(llama, 2)
     theirs = saved_by_peft(plain("llama", llama), tmp_path / "peft", 3)
-    ours = al.contexts.context_to_peft(trained(llama, steps=0), llama, tmp_path / "ours")
+    ours = context_to_peft(trained(llama, steps=0), llama, tmp_path / "ours")
     with pytest.raises(StoreError, match=r"has no adapter_config\.json; give the local folder"):
-        al.contexts.context_from_peft(tmp_path / "no folder", llama, batch)
+        context_from_peft(tmp_path / "no folder", llama, batch)
     with pytest.raises(StoreError, match="holds a peft adapter, not a context"):
         al.contexts.load_context(ours / "adapter_model.safetensors")
     for folder in (theirs, ours):
         config, weights = folder / "adapter_config.json", folder / "adapter_model.safetensors"
-        good, data = config.read_text(), weights.read_bytes()
-        for text, message in [
-            ("{", "is no json, or is damaged"),
-            ("[" * 100_000, "is no json, or is damaged"),
-            ("[1]", "holds no settings"),
-        ]:
-            config.write_text(text)
-            with pytest.raises(StoreError, match=message):
-                al.contexts.context_from_peft(folder, llama, batch)
-            config.write_text(good)
-        changes: list[tuple[dict[str, Any], str]] = [
+        good = {path: path.read_bytes() for path in (config, weights)}
+        settings = json.loads(good[config])
+        of_settings = [
             ({"num_layers": None}, "should hold one tensor"),
             ({"num_virtual_tokens": 9}, "should hold one tensor"),
             ({"token_dim": 8}, "should hold one tensor"),
             ({"task_type": "SEQ_CLS"}, "PREFIX_TUNING for SEQ_CLS"),
         ]
-        for change, message in changes:
-            changed(config, **change)
+        for path, data, message in (
+            (config, b"{", "is no json, or is damaged"),
+            (config, b"[" * 100_000, "is no json, or is damaged"),
+            (config, b"[1]", "holds no settings"),
+            *((config, json.dumps(settings | new).encode(), told) for new, told in of_settings),
+            (weights, good[weights][:100], "is no safetensors file, or is damaged"),
+        ):
+            path.write_bytes(data)
             with pytest.raises(StoreError, match=message):
-                al.contexts.context_from_peft(folder, llama, batch)
-            config.write_text(good)
-        weights.write_bytes(data[:100])
-        with pytest.raises(StoreError, match="is no safetensors file, or is damaged"):
-            al.contexts.context_from_peft(folder, llama, batch)
+                context_from_peft(folder, llama, batch)
+            path.write_bytes(good[path])
         weights.unlink()
         with pytest.raises(StoreError, match=r"adapter_model\.bin, load the adapter in peft"):
-            al.contexts.context_from_peft(folder, llama, batch)
-        weights.write_bytes(data)
+            context_from_peft(folder, llama, batch)
 
 
 def test_changes_of_our_files_are_found(llama: Any, tmp_path: Path) -> None:
-    folder = al.contexts.context_to_peft(trained(llama, steps=0), llama, tmp_path / "ours")
+    folder = context_to_peft(trained(llama, steps=0), llama, tmp_path / "ours")
     config, weights = folder / "adapter_config.json", folder / "adapter_model.safetensors"
     good, data = config.read_text(), bytearray(weights.read_bytes())
     changed(config, num_attention_heads=4)
     with pytest.raises(StoreError, match="use the two files that one call"):
-        al.contexts.context_from_peft(folder, llama)
+        context_from_peft(folder, llama)
     config.write_text(good)
     data[-3] ^= 1
     weights.write_bytes(data)
     with pytest.raises(StoreError, match="is damaged: its bytes are not those"):
-        al.contexts.context_from_peft(folder, llama)
-    extra = {"prompt_embeddings": torch.zeros(4, 96), "score.weight": torch.zeros(2, 2)}
-    save_file(extra, weights)
+        context_from_peft(folder, llama)
+    save_file({"prompt_embeddings": torch.zeros(4, 96), "score.weight": torch.zeros(2, 2)}, weights)
     with pytest.raises(StoreError, match=r"score\.weight"):
-        al.contexts.context_from_peft(folder, llama)
+        context_from_peft(folder, llama)
 
 
 def test_settings_of_an_adapter_that_are_not_read_are_named(llama: Any, tmp_path: Path) -> None:
-    context = of_everything(llama, questions(llama, 2)[0])
-    folder = al.contexts.context_to_peft(context, llama, tmp_path)
+    folder = context_to_peft(of_everything(llama, questions(llama, 2)[0]), llama, tmp_path)
     changed(folder / "adapter_config.json", prefix_scale=2.0, newer=None)
     with pytest.warns(UserWarning, match=r"not read: \{'prefix_scale': 2\.0\}\. If they decide"):
-        al.contexts.context_from_peft(folder, llama)
+        context_from_peft(folder, llama)

@@ -9,6 +9,8 @@ import torch
 from torch import Tensor
 
 import anchorlens as al
+from anchorlens.contexts import load_context
+from anchorlens.contexts.hard_prompts import of_tokens
 from anchorlens.errors import StoreError
 from anchorlens.system.digest_file import read_with_digest, to_bytes_with_digest
 from tests.support.measures import same
@@ -17,8 +19,6 @@ from tests.support.trained_contexts import split, train_prefix, train_soft_promp
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class Named(al.contexts.PrefixContext):
-    """A context with fields of its own."""
-
     text: str
     embeddings: Tensor
 
@@ -32,14 +32,9 @@ MADE: list[tuple[type[Any], Any]] = [
     (al.contexts.SoftPrompt, train_soft_prompt),
     (
         al.contexts.HardPrompt,
-        lambda model, batches, held_out, **options: al.contexts.hard_prompts.of_tokens(
-            model, [300, 17], held_out=held_out
-        ),
+        lambda model, batches, held_out, **_: of_tokens(model, [300, 17], held_out=held_out),
     ),
-    (
-        al.contexts.CompressedContext,
-        lambda model, batches, **options: al.compress(model, batches[0]),
-    ),
+    (al.contexts.CompressedContext, lambda model, batches, **_: al.compress(model, batches[0])),
 ]
 
 
@@ -52,32 +47,28 @@ def test_a_loaded_context_is_the_saved_one(
     for model in (gpt2, llama, gemma3):
         batches, held_out = split(model)
         context = make(model, batches, held_out=held_out, length=2, steps=2)
-        for read in (kind.load, al.contexts.load_context):
+        for read in (kind.load, load_context):
             loaded = read(context.save(path))
             assert type(loaded) is kind and same(loaded, context)
             shown = [(each.info, each.size, repr(each)) for each in (loaded, context)]
             assert shown[0] == shown[1]
             batch = batches[0]
             assert torch.equal(loaded.logits(model, batch), context.logits(model, batch))
-        texts = [
-            (vars(each).get("text"), vars(each).get("query_position")) for each in (loaded, context)
-        ]
-        assert texts[0] == texts[1]
+        for name in ("text", "query_position"):
+            assert vars(loaded).get(name) == vars(context).get(name)
 
 
 def test_a_class_of_ones_own_is_saved_with_its_fields(gpt2: Any, tmp_path: Path) -> None:
     base = trained(gpt2, steps=0)
     own = Named(**vars(base) | {"training": None}, text="a b", embeddings=torch.eye(2))
     path = own.save(tmp_path / "own.safetensors")
-    loaded = al.contexts.load_context(path)
+    loaded = load_context(path)
     assert isinstance(loaded, Named) and loaded.text == "a b" and loaded.training is None
     assert torch.equal(loaded.embeddings, torch.eye(2))
     assert "accuracy on held-out queries not known" in repr(loaded)
     renamed = Renamed(**vars(own)).save(tmp_path / "renamed.safetensors")
-    assert type(al.contexts.load_context(renamed)) is Renamed
-    with pytest.raises(
-        StoreError, match=r"holds a Named, not a PrefixContext; use al\.contexts\.load_con"
-    ):
+    assert type(load_context(renamed)) is Renamed
+    with pytest.raises(StoreError, match=r"a Named, not a PrefixContext; use al\.contexts\.load"):
         al.contexts.PrefixContext.load(path)
     texts: Any = ["a", "b"]
     wrong = replace(own, text=texts)
@@ -92,4 +83,4 @@ def test_wrong_contents_are_refused(gpt2: Any, tmp_path: Path) -> None:
         rest = {name: value for name, value in tensors.items() if name not in missing}
         path.write_bytes(to_bytes_with_digest(header, rest))
         with pytest.raises(StoreError, match="not hold what a PrefixContext of this version"):
-            al.contexts.load_context(path)
+            load_context(path)

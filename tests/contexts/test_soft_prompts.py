@@ -22,12 +22,10 @@ def test_the_space_of_embeddings_is_the_scaled_one_in_gemma(gemma3: Any) -> None
     batch = questions(gemma3, 2)[0]
     bos = int(batch.tokens[0, 0])
     embeddings = embeddings_of(gemma3, batch, torch.tensor([bos, *TOKENS]))
-    scaled = gemma3.W_E[torch.tensor([bos, *TOKENS])] * 32**0.5
-    torch.testing.assert_close(embeddings, scaled)
+    torch.testing.assert_close(embeddings, gemma3.W_E[torch.tensor([bos, *TOKENS])] * 32**0.5)
 
 
 def test_without_a_step_a_soft_prompt_answers_as_its_tokens(llama: Any) -> None:
-    """Those of a start are repeated to the length."""
     training, [batch] = halves(llama)
     how: dict[str, Any] = {"length": 4, "start": TOKENS[:3], "steps": 0}
     prompt = train_soft_prompt(llama, training, held_out=[batch], **how)

@@ -32,16 +32,14 @@ def test_gradients_are_those_of_central_differences(
     hooked: Any, sentencepiece_like: Any, kind: str
 ) -> None:
     """After a BOS; in GPT-2, because the norms of Llama compute in float32."""
-    weights: Any = tiny_gpt2(len(sentencepiece_like))
-    model = hooked(weights.double(), sentencepiece_like)
+    model = hooked(tiny_gpt2(len(sentencepiece_like)).double(), sentencepiece_like)
     (batch,) = questions(model, 3)
     bos = bos_of(batch)
     tokens = torch.cat([bos, drawn_tokens(model, 2, seed=0)])
     with frozen_in_eval_mode(model):
         trainable: Any
         if kind == "keys":
-            prefix = prefix_of_tokens(model, batch, tokens)
-            trainable = TrainedKeys(bos, *_split(prefix, len(bos)))
+            trainable = TrainedKeys(bos, *_split(prefix_of_tokens(model, batch, tokens), len(bos)))
         else:
             embeddings = embeddings_of(model, batch, tokens)[len(bos) :]
             trainable = _TrainedEmbeddings(bos, embeddings.requires_grad_())
@@ -54,7 +52,6 @@ def test_gradients_are_those_of_central_differences(
                 run = trainable.query_pass(model, batch)
                 return float(al.losses.label_cross_entropy(run.logits(model), run.batch).mean())
 
-            assert parameter.grad is not None
             assert_gradient(mean_loss, point, parameter.grad)
             parameter.data = point
 

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 import anchorlens as al
-from anchorlens.contexts import compressed, training
+from anchorlens.contexts import compressed, hard_prompts, training
 from anchorlens.errors import MetricError, ModelError, NotFiniteError, StoreError
 from anchorlens.system.digest_file import read_with_digest, to_bytes_with_digest
 from tests.references.architectures import BY_NAME
@@ -31,9 +31,8 @@ def test_an_interrupted_training_continues_to_the_same_bits(
 ) -> None:
     """With the state of Adam and of Adafactor, and with noise; other seeds give other bits."""
     batches, held_out = split(gpt2)
-    call = partial(
-        TRAINERS[kind], gpt2, batches, held_out=held_out, steps=6, check_every=2, clip=inf
-    )
+    how: Any = {"held_out": held_out, "steps": 6, "check_every": 2, "clip": inf}
+    call = partial(TRAINERS[kind], gpt2, batches, **how)
     expected = call()
     assert not all(same(expected, call(seed=seed)) for seed in (1, 2))
     steps: list[int] = []
@@ -98,8 +97,7 @@ def test_low_precision_is_trained_in_float32(
     hooked: Any, sentencepiece_like: Any, kind: str, dtype: torch.dtype
 ) -> None:
     """Steps of an optimizer would round to 0."""
-    weights: Any = tiny_llama(len(sentencepiece_like))
-    model = hooked(weights.to(dtype), sentencepiece_like)
+    model = hooked(tiny_llama(len(sentencepiece_like)).to(dtype), sentencepiece_like)
     types: list[torch.dtype] = []
 
     def optimizer(parameters: list[Tensor]) -> torch.optim.Optimizer:
@@ -108,7 +106,7 @@ def test_low_precision_is_trained_in_float32(
 
     how: dict[str, Any] = {"optimizer": optimizer}
     if kind == "hard prompt":
-        how = {"method": al.contexts.hard_prompts.Descent(optimizer)}
+        how = {"method": hard_prompts.Descent(optimizer)}
     batches, held_out = split(model)
     context = TRAINERS[kind](model, batches, held_out=held_out, steps=2, **how)
     assert set(types) == {torch.float32} and context.prefix.keys[0].dtype == dtype
@@ -130,7 +128,6 @@ def test_a_damaged_state_begins_again_with_a_warning(gpt2: Any, tmp_path: Path) 
 
 @pytest.mark.slow("trained contexts")
 def test_a_forged_state_is_refused(gpt2: Any, tmp_path: Path) -> None:
-    """Its digest is right."""
     trained(gpt2, folder=tmp_path)
     path = tmp_path / "training.safetensors"
     header, tensors = read_with_digest(path)
@@ -153,10 +150,9 @@ def test_a_forged_state_is_refused(gpt2: Any, tmp_path: Path) -> None:
 
 def halved_outputs(model: Any) -> Callable[[], None]:
     """Halve the outputs of a kind of module by a hook on all of torch; gives the end."""
-    handle = torch.nn.modules.module.register_module_forward_hook(
+    return torch.nn.modules.module.register_module_forward_hook(
         lambda module, given, out: out / 2 if type(module).__name__ == "GPT2MLP" else None
-    )
-    return handle.remove
+    ).remove
 
 
 def replaced_activations(model: Any) -> Callable[[], None]:
@@ -181,7 +177,6 @@ def replaced_activations(model: Any) -> Callable[[], None]:
 def test_a_model_that_computes_otherwise_is_refused(
     gpt2: Any, tmp_path: Path, kind: str, change: Callable[[Any], Callable[[], None]]
 ) -> None:
-    """Its contents are the same, and no hook is on it."""
     batches, held_out = split(gpt2)
     call = partial(TRAINERS[kind], gpt2, batches, held_out=held_out, steps=1, folder=tmp_path)
     stored = call()
@@ -240,8 +235,8 @@ HUGE = partial(torch.optim.SGD, lr=inf)
 DIVERGING: dict[str, tuple[str, dict[str, Any]]] = {
     "prefix": ("prefix", {"optimizer": HUGE}),
     "soft prompt": ("soft prompt", {"optimizer": HUGE}),
-    "hard prompt": ("hard prompt", {"method": al.contexts.hard_prompts.Descent(HUGE)}),
-    "projected": ("hard prompt", {"method": al.contexts.hard_prompts.Descent(HUGE, False)}),
+    "hard prompt": ("hard prompt", {"method": hard_prompts.Descent(HUGE)}),
+    "projected": ("hard prompt", {"method": hard_prompts.Descent(HUGE, False)}),
 }
 
 
@@ -314,28 +309,20 @@ def test_held_out_numbers_are_means_over_queries_of_unequal_batches(gpt2: Any) -
     several, rest = questions(gpt2, 12, batch_size=4)[1:]
     single = rest.prompts(0, 1)
     context = trained(gpt2, batches=[first], held_out=[several, single], steps=0)
-    predicted = [
-        batch.label_scores(context.logits(gpt2, batch)).argmax(1) for batch in (several, single)
-    ]
-    # No answer but that to the single query is right.
-    several = replace(several, gold=(predicted[0] + 1) % len(several.label_token_ids))
-    held_out = [several, replace(single, gold=predicted[1])]
+    logits = [context.logits(gpt2, batch) for batch in (several, single)]
+    wrong = (several.label_scores(logits[0]).argmax(1) + 1) % len(several.label_token_ids)
+    right = single.label_scores(logits[1]).argmax(1)
+    held_out = [replace(several, gold=wrong), replace(single, gold=right)]
     record = trained(gpt2, batches=[first], held_out=held_out, steps=0).training
-    losses = [
-        al.losses.label_cross_entropy(context.logits(gpt2, batch), batch) for batch in held_out
-    ]
+    losses = [*map(al.losses.label_cross_entropy, logits, held_out)]
     assert record is not None and float(record.best_accuracy) == pytest.approx(1 / 5)
     assert float(record.held_out_loss) == pytest.approx(float(torch.cat(losses).mean()))
     assert losses[0].mean() != losses[1].mean()
 
 
 MAKERS: dict[str, Any] = {kind: TRAINERS[kind] for kind in CONTEXTS} | {
-    "hard prompt of tokens": lambda model, batches, **options: al.contexts.hard_prompts.of_tokens(
-        model, [300], **options
-    ),
-    "random hard prompt": lambda model, batches, **options: al.contexts.hard_prompts.random(
-        model, length=1, draws=1, **options
-    ),
+    "hard prompt of tokens": lambda model, _, **how: hard_prompts.of_tokens(model, [300], **how),
+    "random hard prompt": lambda model, _, **how: hard_prompts.random(model, draws=1, **how),
     "compressed": lambda model, batches, **options: al.compress(model, batches[0]),
 }
 
@@ -343,8 +330,7 @@ MAKERS: dict[str, Any] = {kind: TRAINERS[kind] for kind in CONTEXTS} | {
 @pytest.mark.slow_cases("trained contexts", "random")
 @pytest.mark.parametrize("make", MAKERS.values(), ids=MAKERS)
 def test_a_model_without_a_cache_is_refused_before_any_step(byte_level: Any, make: Any) -> None:
-    plain: Any = BY_NAME["Toy"].build(len(byte_level))
-    model: Any = al.prepare_model(native_bridge(plain, byte_level))
+    model: Any = al.prepare_model(native_bridge(BY_NAME["Toy"].build(len(byte_level)), byte_level))
     task = al.Task("{text} ->{label}", labels=(" Human", " Number"))
     demos = [al.Example("Who was he?", 0), al.Example("How many?", 1)]
     queries = [al.Example("Where?", 1), al.Example("What do they eat?", 0)]
@@ -393,7 +379,6 @@ class Untrained(al.contexts.NoContext, training.Trainable):
 
 
 def test_each_round_has_every_batch_once(gpt2: Any) -> None:
-    """The order of re-weighting is tested by hand."""
     held_out, *batches = questions(gpt2, 6, batch_size=1)
 
     def rounds(seed: int) -> list[list[int]]:
@@ -425,5 +410,4 @@ def test_training_says_which_queries_it_used(gpt2: Any) -> None:
     assert sorted(training.query_digests([*batches, *held_out])) == stored
     left = split(gpt2, padding_side="left", seed=2)[0]  # after other demonstrations
     assert set(training.query_digests(left)) <= set(stored)
-    others = questions(gpt2, 14)
-    assert len(set(training.query_digests(others)) - set(stored)) == 2
+    assert len(set(training.query_digests(questions(gpt2, 14))) - set(stored)) == 2

@@ -22,7 +22,6 @@ FEW: dict[str, Any] = {"resamples": 5, "progress": False}
 
 @pytest.fixture
 def one_seed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """One model of random weights instead of three."""
     monkeypatch.setattr(random_weights, "SEEDS", (0,))
 
 
@@ -35,16 +34,14 @@ def prompts_of(model: Any, queries: int = 12) -> list[al.PromptBatch]:
 @pytest.mark.parametrize("model", ["gpt2", "llama"], indirect=True)
 def test_all_analyses_are_those_of_separate_calls(model: Any) -> None:
     batches, kept = prompts_of(model), list[tuple[str, al.Record]]()
-    results = al.analyse(
-        model, batches, depth=1, draws=2, keep=lambda *each: kept.append(each), **FEW
-    )
+    keep: Any = lambda *each: kept.append(each)  # noqa: E731
+    results = al.analyse(model, batches, depth=1, draws=2, keep=keep, **FEW)
     metrics: list[al.Metric] = [al.SaliencyFlows(), al.AttentionAUCROC(), al.AnchorDistances()]
     expected = dict(al.run(model, batches, metrics, **FEW))
     sites = al.sites.first_and_last(model, [1])
     if batches[0].begins_with_bos:
         sites["first layer, BOS edge kept"] = al.Site(range(1), keep_bos=True)
-    isolation = al.EdgeSweep.isolation(sites, draws=2)
-    expected |= al.run(model, batches, [isolation], **FEW)
+    expected |= al.run(model, batches, [al.EdgeSweep.isolation(sites, draws=2)], **FEW)
     # Records of metrics come at once, and again with the numbers of models of random weights.
     first, last = kept[:3], dict(kept)
     assert [*results] == [*expected] == [*last] and len(kept) == 3 + len(results)
@@ -86,17 +83,13 @@ def test_models_of_random_weights_are_run_beside_the_model(model: Any) -> None:
     drawn = al.load_model(weights, tokenizer=model.tokenizer)
     alone = [batch.prompt(k) for batch in batches for k in range(len(batch))][:12]
     expected = al.run(drawn, alone, [al.SaliencyFlows()], resamples=0, progress=False)
-    of_random = results["saliency_flows"].of_random_models("pq_over_tq")
+    flows = results["saliency_flows"]
+    of_random, of_drawn = flows.of_random_models("pq_over_tq"), expected["saliency_flows"]
     assert of_random.shape == (3, model.cfg.n_layers)
-    assert of_random[1].tolist() == pytest.approx(
-        expected["saliency_flows"].pq_over_tq.tolist(), rel=1e-4
-    )
-    assert results["saliency_flows"].info["random_weights"] == "seeds 0, 1, 2, on 12 prompts"
-    fall = al.claims(results)[0]
-    (control,) = fall.controls
-    assert control.draws == [
-        -change[0] for change in results["saliency_flows"].of_random_models("share_change")
-    ]
+    assert of_random[1].tolist() == pytest.approx(of_drawn.pq_over_tq.tolist(), rel=1e-4)
+    assert flows.info["random_weights"] == "seeds 0, 1, 2, on 12 prompts"
+    (control,) = al.claims(results)[0].controls
+    assert control.draws == [-change[0] for change in flows.of_random_models("share_change")]
 
 
 @pytest.mark.slow("many passes")
@@ -112,10 +105,9 @@ def test_models_of_random_weights_are_left_out_where_not_wanted_or_large(
         given = gpt2, batches, metrics, records
         results = random_weights.with_random_models(*given, asked=asked, progress=False)
         record: Any = results["saliency_flows"]
-        assert bool(len(record.of_random_models("share"))) == (
-            "seeds" in record.info["random_weights"]
-        )
-        return str(record.info["random_weights"])
+        told = str(record.info["random_weights"])
+        assert bool(len(record.of_random_models("share"))) == ("seeds" in told)
+        return told
 
     of_call = al.analyse(gpt2, batches, depth=1, draws=1, random_weights=False, **FEW)
     assert of_call["saliency_flows"].info["random_weights"] == reason(False) == "left out"
@@ -155,11 +147,9 @@ def test_a_model_that_cannot_be_drawn_again_has_no_controls(
     for name, value in changes.items():
         setattr(weights.config, name, value)
     metrics = [al.Accuracy()]
-    records = al.run(model, batches, metrics, **FEW)
+    given = model, batches, metrics, al.run(model, batches, metrics, **FEW)
     with pytest.warns(UserWarning, match=f"no models of random weights .*: .*{reason}"):
-        results = random_weights.with_random_models(
-            model, batches, metrics, records, progress=False
-        )
+        results = random_weights.with_random_models(*given, progress=False)
     assert re.search(reason, results["accuracy"].info["random_weights"])
 
 
@@ -197,10 +187,6 @@ def test_it_goes_on_where_it_was_stopped(
         assert_same(resumed[name], record)
 
 
-@pytest.mark.parametrize(
-    ("wanted", "layers", "depth"), [(None, 18, 5), (None, 4, 2), (None, 1, 1), (3, 4, 3)]
-)
-def test_a_default_depth_is_at_most_half_of_the_layers(
-    wanted: int | None, layers: int, depth: int
-) -> None:
-    assert analysis.depth_of(wanted, layers) == depth
+def test_a_default_depth_is_at_most_half_of_the_layers() -> None:
+    for wanted, layers, depth in ((None, 18, 5), (None, 4, 2), (None, 1, 1), (3, 4, 3)):
+        assert analysis.depth_of(wanted, layers) == depth

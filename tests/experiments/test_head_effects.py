@@ -16,7 +16,6 @@ from tests.support.measures import does_not_run
 
 QUIET: dict[str, Any] = {"resamples": 0, "progress": False}
 TASK, EXAMPLES = al.TASKS["trec"], al.load_examples("questions")
-Batches = list[al.PromptBatch]
 
 
 def prompts(
@@ -25,7 +24,7 @@ def prompts(
     how: Any = al.relabeling.gold,
     seeds: Sequence[int] = (0,),
     **options: Any,
-) -> Batches:
+) -> list[al.PromptBatch]:
     """Prompts of each set of demonstrations, with these of the examples that are in no set."""
     sets = [al.sample_demonstrations(EXAMPLES, seed=seed) for seed in (0, 1)]
     rest = [example for example in EXAMPLES if not any(example in demos for demos in sets)][queries]
@@ -67,7 +66,6 @@ def test_own_outputs_have_no_effect(model: Any) -> None:
     record = al.head_effects(model, [prompt], [prompt], **QUIET)
     assert not record.effect_of_prompts.any() and not record.probability_effect.any()
     logits = al.target_logits(model, [prompt], progress=False)[0].double()
-    assert prompt.gold is not None
     expected = states.log_odds(logits, int(prompt.label_token_ids[prompt.gold]))
     torch.testing.assert_close(record.log_odds[0], expected, rtol=1e-6, atol=1e-6)
 
@@ -112,10 +110,9 @@ def test_outputs_of_another_width_are_refused(gpt2: Any) -> None:
         with pytest.raises(AnchorlensError, match=r"layer 1 gives out 12 numbers; got 1[13]"):
             [(_, write)] = al.replace_heads(gpt2, batch, outputs, al.Site(1, 0))
             write(torch.zeros(1, batch.tokens.shape[1], 2, 12), hook=None)
-    padded = torch.nn.functional.pad(torch.ones(3, 2, 12), (0, 4))
     exact, wider = (
         al.replace_heads(gpt2, batch, values, al.Site.of_heads([(-2, 0), (1, 1)]))
-        for values in (torch.ones(3, 2, 12), padded)
+        for values in (torch.ones(3, 2, 12), torch.nn.functional.pad(torch.ones(3, 2, 12), (0, 4)))
     )
     assert [name for name, _ in exact] == ["blocks.1.attn.hook_z"]
     z = torch.zeros(1, batch.tokens.shape[1], 2, 12)

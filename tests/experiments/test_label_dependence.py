@@ -18,12 +18,11 @@ QUIET: dict[str, Any] = {"resamples": 0, "progress": False}
 TASK, EXAMPLES = al.TASKS["trec"], al.load_examples("questions")
 DEMOS = al.sample_demonstrations(EXAMPLES, shots=3, seed=1)
 QUERIES = [example for example in EXAMPLES if example not in DEMOS]
-LETTERS = [" A", " B", " C", " D", " E", " F"]
 RELABELINGS = {
     "gold": al.relabeling.gold,
     "random": al.relabeling.random(0),
     "flipped": al.relabeling.flipped(),
-    "symbols": al.relabeling.symbols(LETTERS),
+    "symbols": al.relabeling.symbols([" A", " B", " C", " D", " E", " F"]),
 }
 HALF = al.relabeling.flipped(share=0.5, seed=1)
 
@@ -34,14 +33,11 @@ def likeliest(model: Any, prompts: Any, words: torch.Tensor) -> int:
 
 
 def given_classes(demos: Sequence[al.Example], how: Any, label: int | None) -> set[int | None]:
-    """The classes that demonstrations of a class have after a relabeling."""
-    changed = al.relabeling.relabel(demos, TASK, how)[1]
-    pairs = zip(demos, changed, strict=True)
+    pairs = zip(demos, al.relabeling.relabel(demos, TASK, how)[1], strict=True)
     return {new.label for old, new in pairs if old.label == label}
 
 
 def shares_by_hand(model: Any, sets: Any, queries: Any, how: Any) -> dict[str, float]:
-    """Each prompt is built and run by itself."""
     answers: dict[str, list[bool]] = {name: [] for name in ("truth", "prior", "prompt", "override")}
     tokenizer = model.tokenizer
     for demos, query in zip(sets, queries, strict=True):
@@ -63,7 +59,6 @@ def shares_by_hand(model: Any, sets: Any, queries: Any, how: Any) -> dict[str, f
 @pytest.mark.slow("many passes")
 @pytest.mark.parametrize("shots", [1, 2])
 def test_it_equals_loops_over_single_prompts(shots: int, model: Any) -> None:
-    """A set of demonstrations for each query, and one for all."""
     queries, seeds = QUERIES[:7], range(7) if shots == 1 else [1] * 7
     sets = [al.sample_demonstrations(EXAMPLES, shots=shots, seed=seed) for seed in seeds]
     given = sets if shots == 1 else sets[0]
@@ -81,15 +76,10 @@ Rule = Callable[[int, set[int | None], int], int]  # of g, the classes given to 
 def answered(
     monkeypatch: pytest.MonkeyPatch, model: Any, rule: Rule
 ) -> al.records.LabelDependenceRecord:
-    """The record of a predictor."""
     hows, alone = [*RELABELINGS.values(), HALF], (torch.arange(31) % 6).tolist()
-    rows = [alone] + [
-        [
-            rule(query.label or 0, given_classes(DEMOS, how, query.label), z)
-            for query, z in zip(QUERIES[:31], alone, strict=True)
-        ]
-        for how in hows
-    ]
+    asked, rows = [*zip((query.label or 0 for query in QUERIES[:31]), alone, strict=True)], [alone]
+    for how in hows:
+        rows.append([rule(label, given_classes(DEMOS, how, label), z) for label, z in asked])
     answers = iter(map(torch.tensor, rows))
 
     def predictions(study: Study, alone: bool) -> torch.Tensor:
@@ -98,8 +88,7 @@ def answered(
 
     monkeypatch.setattr(experiment, "_predictions", predictions)
     names = {**RELABELINGS, "half": HALF}
-    options: dict[str, Any] = {"resamples": 3, "progress": False}
-    return al.label_dependence(model, TASK, DEMOS, QUERIES[:31], names, **options)
+    return al.label_dependence(model, TASK, DEMOS, QUERIES[:31], names, resamples=3, progress=False)
 
 
 @pytest.mark.slow("many passes")

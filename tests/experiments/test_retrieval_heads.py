@@ -33,15 +33,11 @@ RIGHT = [right for *_, right in PROMPTS]
 
 
 def documents(model: Any, question: str | None = None, **options: Any) -> list[al.PromptBatch]:
-    prompts: list[Any] = [
-        [
-            (None, "Here are some texts."),
-            *((name, TEXTS[name]) for name in names),
-            ("query", f" Query:{query if question is None else question}"),
-            (None, " Answer:"),
-        ]
-        for names, query, _ in PROMPTS
-    ]
+    prompts = list[Any]()
+    for names, query, _ in PROMPTS:
+        asked = ("query", f" Query:{query if question is None else question}"), (None, " Answer:")
+        texts = ((name, TEXTS[name]) for name in names)
+        prompts.append([(None, "Here are some texts."), *texts, *asked])
     return al.build_segments(model.tokenizer, prompts, **options)
 
 
@@ -61,19 +57,17 @@ def start_of(prompt: al.PromptBatch) -> int:
 
 
 def spans_of(prompt: al.PromptBatch) -> dict[str, tuple[int, int]]:
-    """The first and the last token of each document."""
     if prompt.has_label_words:
         ends, last = prompt.label_ends[0].tolist(), int(prompt.query_start) - 1
         after = last - ends[-1]
         starts = [int(prompt.begins_with_bos), *(end + after + 1 for end in ends[:-1])]
-        stops = [end + after for end in ends]
-        pairs = zip(starts, stops, strict=True)
+        pairs = zip(starts, [end + after for end in ends], strict=True)
         return {f"demonstration {k + 1}": pair for k, pair in enumerate(pairs)}
-    segments, spans = prompt.segments[0].tolist(), {}
+    spans = {}
     for number, name in enumerate(prompt.segment_names):
-        if number in segments and name != "query":
-            last = len(segments) - 1 - segments[::-1].index(number)
-            spans[name] = segments.index(number), last
+        inside = (prompt.segments[0] == number).nonzero().flatten().tolist()
+        if inside and name != "query":
+            spans[name] = inside[0], inside[-1]
     return spans
 
 
@@ -104,8 +98,7 @@ def expected(
     weights: Any, batches: Any, null: Any, right: Sequence[Sequence[str]]
 ) -> dict[str, Tensor]:
     scores, raw, found = [], [], []
-    pairs = zip(in_order(batches), in_order(null), right, strict=True)
-    for prompt, other, names in pairs:
+    for prompt, other, names in zip(in_order(batches), in_order(null), right, strict=True):
         of = qrhead(weights, prompt, other)
         attention = attentions(weights, prompt)[:, :, start_of(prompt) :].mean(2)
         spans = [spans_of(prompt)[name] for name in names]
@@ -113,9 +106,8 @@ def expected(
         raw.append(sum(attention[..., first : last + 1].sum(-1) for first, last in spans))
         best = torch.stack([*of.values()]).argmax(0)
         found.append(sum(best == [*of].index(name) for name in names))
-    means = {"score": scores, "raw": raw, "found": found}
     return {name: torch.stack([*map(torch.as_tensor, each)]).double().mean(0)
-            for name, each in means.items()}  # fmt: skip
+            for name, each in {"score": scores, "raw": raw, "found": found}.items()}  # fmt: skip
 
 
 # The softmax of Llama is computed in float32 whatever the type of the model.
@@ -133,10 +125,8 @@ def test_it_equals_the_steps_of_qrhead(make: Any, tolerance: float, request: Any
     record = al.retrieval_heads(model, ours, null, right=right, **QUIET)
     cases = [(record, expected(weights, documents(model), null, RIGHT))]
     prompts, null = demonstrations(model, batch_size=2), demonstrations(model, ["N/A"] * 5)
-    names = [
-        [f"demonstration {k + 1}" for k, demo in enumerate(DEMOS) if demo.label == query.label]
-        for query in QUERIES
-    ]
+    labels = [(f"demonstration {k}", demo.label) for k, demo in enumerate(DEMOS, start=1)]
+    names = [[name for name, label in labels if label == query.label] for query in QUERIES]
     record = al.retrieval_heads(model, prompts, null, **QUIET)
     cases.append((record, expected(weights, prompts, null, names)))
     for record, numbers in cases:
@@ -185,10 +175,8 @@ def test_the_best_heads_are_cut_and_as_many_random_ones(of: str, request: Any) -
     lost = al.run(model, batches, [record.masking(3, draws=2, seed=5)], **QUIET)
     masked = lost["retrieval_masking"]
     assert masked.axis_names("site") == ("top 3 heads",)
-    for where, kl in (
-        (site, masked.kl[0]),
-        (al.sites.random_heads(model, site, 6), masked.random_kl[1, 0]),
-    ):
+    drawn = al.sites.random_heads(model, site, 6)
+    for where, kl in ((site, masked.kl[0]), (drawn, masked.random_kl[1, 0])):
         assert where.layers_of(model) == site.layers_of(model)
         by_hand = []
         for prompt in in_order(batches):

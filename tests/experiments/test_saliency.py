@@ -23,7 +23,6 @@ SHORT = al.Task("{text} ->{label}", labels=(" Positive", " Negative"))
 
 
 def observed(name: str, model: Any, batch: al.PromptBatch) -> list[plain.Observed]:
-    """Each prompt in plain transformers."""
     oracle = MAKE[name](model.W_E.shape[0])
     oracle.set_attn_implementation("eager")
     return [plain.observe(oracle, prompt) for prompt in plain.prompts_of(batch)]
@@ -100,7 +99,6 @@ def test_flows_below_0_have_no_shares(gpt2: Any) -> None:
 @pytest.mark.quick_cases("many passes", "one set")
 @pytest.mark.parametrize("seeds", [[0], [0, 7]], ids=["one set", "two sets"])
 def test_prompts_without_an_edge_are_left_out_of_its_flow(gpt2: Any, seeds: list[int]) -> None:
-    """Against plain transformers: the mean over the prompts with such edges, in each set."""
     batches = [batch for seed in seeds for batch in questions(gpt2, 10, batch_size=5, seed=seed)]
     custom = {"pq": edges.pq, "long": in_long_queries}
     options: dict[str, Any] = {"resamples": 20, "progress": False}
@@ -162,8 +160,7 @@ def test_saliency_equals_finite_differences(
     round it to 6e-8. Then e must be larger, and the tolerance too. Measured errors: 2e-9 (GPT-2),
     3e-5 (Llama).
     """
-    fixture = {"gpt2": "byte_level", "llama": "sentencepiece_like"}[name]
-    tokenizer = request.getfixturevalue(fixture)
+    tokenizer = request.getfixturevalue({"gpt2": "byte_level", "llama": "sentencepiece_like"}[name])
     model = hooked(MAKE[name](len(tokenizer)).double(), tokenizer)
     step, tolerance = {"gpt2": (1e-4, 1e-6), "llama": (1e-2, 1e-3)}[name]
     demos = [al.Example("good", 0), al.Example("bad", 1)]
@@ -181,24 +178,15 @@ def test_saliency_equals_finite_differences(
 
     target, anchors = int(batch.target_positions[0]), batch.label_positions[0].tolist()
     pairs = [(i, j) for i in (*anchors, target - 1, target) for j in {0, anchors[0], i - 1, i}]
-    numeric = torch.tensor(
-        [
-            [abs(loss(k, i, j, 1 + step) - loss(k, i, j, 1 - step)) / (2 * step) for i, j in pairs]
-            for k in range(3)
-        ],
-        dtype=torch.float64,
-    )
-    chosen = torch.stack([ours[:, i, j] for i, j in pairs], 1)
+    edges_of = [(layer, i, j) for layer in range(3) for i, j in pairs]
+    changes = [loss(*edge, 1 + step) - loss(*edge, 1 - step) for edge in edges_of]
+    numeric = torch.tensor(changes).double().abs() / (2 * step)
+    chosen = torch.stack([ours[edge] for edge in edges_of])
     assert (chosen > 0).sum() > len(pairs)
     assert difference(chosen.double(), numeric) <= tolerance
 
 
-def pq_over_tq(flows: Tensor) -> Tensor:
-    return flows.mean(0)[:, 1] / flows.mean(0)[:, 3]
-
-
 def of_flows(sums: Tensor, counts: Tensor, sets: Any = None) -> al.Contributions:
-    """What prompts contribute, from sums over the edges of wp, pq, ww and tq."""
     others = (sums.double() / counts[:, None])[..., 1:].unbind(-1)
     means = dict(zip(("pq", "ww", "tq"), others, strict=True))
     rows = {"sums": sums[..., :3], "head_sums": sums[:, :, None, :3], "counts": counts[:, :3]}
@@ -207,9 +195,8 @@ def of_flows(sums: Tensor, counts: Tensor, sets: Any = None) -> al.Contributions
 
 def test_change_of_share_and_deep_ratio_by_hand() -> None:
     """Seven layers: the first two are shallow, the last two are deep."""
-    sums = torch.tensor(
-        [[1.0, 3, 0, 1], [2, 2, 0, 1], *[[1, 1, 1, 1]] * 3, [0, 6, 2, 2], [0, 9, 3, 1]]
-    )
+    rows = [[1.0, 3, 0, 1], [2, 2, 0, 1], *[[1, 1, 1, 1]] * 3, [0, 6, 2, 2], [0, 9, 3, 1]]
+    sums = torch.tensor(rows)
     record = al.SaliencyFlows().result(of_flows(sums[None], torch.ones(1, 4)))
     # Shares of wp, pq, ww: (1/4, 3/4, 0) and (1/2, 1/2, 0) if shallow, (0, 3/4, 1/4) if deep.
     torch.testing.assert_close(record.share_change.tolist(), [-0.375, 0.125, 0.25])

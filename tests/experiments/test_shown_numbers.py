@@ -17,6 +17,7 @@ from anchorlens.results.estimate import Estimate, in_digits
 from tests.support.made_up_records import made_up_record
 
 Numbers = dict[str, Tensor]
+OF_LABELS = ("truth", "prior", "prompt", "override")
 
 
 def shares_of_steps(numbers: Numbers) -> Tensor:
@@ -51,8 +52,9 @@ DRAWN: dict[Any, list[tuple[str | None, str | Callable[[Numbers], Tensor]]]] = {
     ],
     records.FaithfulnessRecord: [("score", "lds"), ("score", "drop")],
     records.HeadEffectsRecord: [(None, lambda numbers: numbers["effect"].mT)],
-    records.LabelDependenceRecord: [
-        (name, name) for name in ("truth", "prior", "prompt", "override")
+    records.LabelDependenceRecord: [(name, name) for name in OF_LABELS],
+    records.LoyaltyRecord: [
+        ("changed run", lambda of: torch.stack([of["label_loyalty"], of["word_loyalty"]]))
     ],
     records.PrefixEffectRecord: [
         (None, lambda numbers: numbers["stolen"].mT),
@@ -68,13 +70,6 @@ DRAWN: dict[Any, list[tuple[str | None, str | Callable[[Numbers], Tensor]]]] = {
     ],
 }
 INFO: dict[str, Any] = {"method": "one by one", "written_into": "zero-shot"}
-
-
-def close(ours: Any, theirs: Tensor) -> None:
-    values = torch.tensor(ours, dtype=torch.double)
-    torch.testing.assert_close(
-        values.flatten(), theirs.flatten(), rtol=0, atol=1e-12, equal_nan=True
-    )
 
 
 def texts_of(*numbers: Tensor) -> list[str]:
@@ -93,7 +88,11 @@ def test_a_figure_draws_the_numbers_of_its_record_with_their_intervals(kind: Any
         for trace, (name, number) in zip(traces, DRAWN[kind], strict=True):
             of = number if callable(number) else lambda numbers, name=number: numbers[name]
             assert trace.name == name
-            close(trace.z if trace.type == "heatmap" else trace.y, of(values))
+            numbers = trace.z if trace.type == "heatmap" else trace.y
+            both = torch.tensor(numbers, dtype=torch.double).flatten(), of(values).flatten()
+            torch.testing.assert_close(*both, rtol=0, atol=1e-12, equal_nan=True)
+            if trace.type == "bar" and not shown.intervals:
+                assert torch.tensor(trace.error_y.array).isnan().all()
             if trace.customdata is not None:
                 has_ends = shown.intervals and name != "each of 3 draws"
                 ends = (of(low), of(high)) if has_ends else ()
@@ -124,9 +123,7 @@ TABLES: dict[Any, dict[str, str]] = {
         "drop in nats": "drop",
         "drop minus score 0": "drop_gap",
     },
-    records.LabelDependenceRecord: {
-        name: name for name in ("truth", "prior", "prompt", "override", "change")
-    },
+    records.LabelDependenceRecord: {name: name for name in (*OF_LABELS, "change")},
 }
 
 
@@ -139,8 +136,7 @@ def test_a_table_has_the_numbers_of_its_record_with_their_intervals(kind: Any) -
         ends = record.intervals[name][:, 1]
         value, low, high = (f"{each:{sign}.2f}" for each in (getattr(record, name)[1], *ends))
         assert table[column].iloc[1] == f"{value} [{low}, {high}]", column
-    axis = record.axes()[TABLES[kind][table.columns[0]]][0]
-    names = [*record.axis_names(axis)]
+    names = [*record.axis_names(record.axes()[TABLES[kind][table.columns[0]]][0])]
     assert [*table.index][: len(names)] == names
     printed = str(table)  # all of it, also where pandas would leave out columns
     assert max(map(len, printed.splitlines())) <= 80 and repr(table) == printed
@@ -168,8 +164,7 @@ def test_contexts_are_shown_beside_the_mean_and_the_best_of_random_draws() -> No
         assert table.loc[mean, column] == f"{draws.mean():.2f}"
         assert table.loc[best, column] == f"{getattr(record, f'top_{name}'):.2f}"
         assert of_mean.name == mean and dots.name == "each of 3 draws"
-        numbers = getattr(record, name)
-        assert [*points.customdata[:3]] == texts_of(numbers, *record.intervals[name])
+        assert [*points.customdata[:3]] == texts_of(getattr(record, name), *record.intervals[name])
         assert of_mean.customdata[3] == f"{draws.mean():.2f}"
         assert [*dots.customdata[-3:]] == texts_of(draws)
 
@@ -189,10 +184,7 @@ def test_a_number_has_the_same_digits_in_every_view(size: float, tmp_path: Path)
     digits = [f"{float(each):.6g}" for each in (number, low, high)]  # in the file to download
     cells = [f"data-sort={n}>{each}<" for n, each in zip(digits, texts, strict=True)]
     assert re.search(rf">kl<.*?{'.*?'.join(map(re.escape, cells))}", page)
-    # Data has all digits.
     frame = record.to_frame().query("quantity == 'kl'")
     assert frame[["value", "low", "high"]].iloc[1].tolist() == [number, low, high]
-    assert entries_in(record)["kl"]["context 1"] == {
-        "value": float(number),
-        "interval": [float(low), float(high)],
-    }
+    entry = {"value": float(number), "interval": [float(low), float(high)]}
+    assert entries_in(record)["kl"]["context 1"] == entry

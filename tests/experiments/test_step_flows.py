@@ -9,18 +9,16 @@ import anchorlens as al
 from anchorlens.errors import PromptError
 from anchorlens.passes import step_gradients
 from tests.support.measures import assert_same, difference
-from tests.support.tiny_models import questions
 
 QUIET: dict[str, Any] = {"resamples": 0, "progress": False}
 TOKENS = torch.tensor([[5, 9, 11, 3, 40, 7, 21, 8, 30, 14]])
 SEGMENTS = [[0, 0, 0, -1, 1, 1, 2, 2, 2, 2]]
-NAMES = ["question", "step", "answer"]
 FIRST = 5  # the position that predicts the first token of the answer
 
 
 @pytest.fixture
 def prompt() -> al.PromptBatch:
-    return al.PromptBatch.from_segments(TOKENS, SEGMENTS, NAMES)
+    return al.PromptBatch.from_segments(TOKENS, SEGMENTS, ["question", "step", "answer"])
 
 
 def loss_of(step: int) -> Any:
@@ -72,14 +70,13 @@ def test_each_step_has_the_flows_of_its_own_loss(gpt2: Any, prompt: al.PromptBat
     assert record.output_saliency[2:].isfinite().all()
     assert record.positions.tolist() == [6, 7, 8, 9]
     assert record.segment_of_tokens.tolist() == SEGMENTS[0]
+    assert "".join(record.axis_names("step") or ["?"]) in gpt2.tokenizer.decode(TOKENS[0])
 
 
-@pytest.mark.parametrize("chunk", [1, 3, 64])
-def test_the_size_of_chunks_changes_nothing(
-    chunk: int, exact_gpt2: Any, prompt: al.PromptBatch
-) -> None:
-    ours = al.step_flows(exact_gpt2, prompt, "answer", chunk=chunk)
-    assert_same(ours, al.step_flows(exact_gpt2, prompt, "answer", chunk=4), 1e-12)
+def test_the_size_of_chunks_changes_nothing(exact_gpt2: Any, prompt: al.PromptBatch) -> None:
+    expected = al.step_flows(exact_gpt2, prompt, "answer", chunk=4)
+    for chunk in (1, 3, 64):
+        assert_same(al.step_flows(exact_gpt2, prompt, "answer", chunk=chunk), expected, 1e-12)
 
 
 def test_both_ways_to_the_gradient_agree(
@@ -109,24 +106,7 @@ def test_an_operation_without_a_batched_gradient_costs_a_pass_for_each_step(
     assert calls.count(True) == 1
 
 
-def test_a_padded_prompt_of_a_task_has_steps_too(gpt2: Any) -> None:
-    batch = questions(gpt2, 3, padding_side="left")[0]
-    alone = al.step_flows(gpt2, batch.prompt(1), "target", segments=["text", "label", "query"])
-    assert alone.read.shape == (1, 3, 3)
-    assert alone.axis_names("segment") == ("text", "label", "query")
-
-
-def test_a_record_names_its_steps(gpt2: Any, prompt: al.PromptBatch) -> None:
-    record = al.step_flows(gpt2, prompt, "answer")
-    texts = record.axis_names("step")
-    assert texts is not None
-    assert "".join(texts) in gpt2.tokenizer.decode(TOKENS[0])
-
-
-PIECES: list[tuple[str | None, str]] = [
-    ("document", "The museum opens at ten. "),
-    ("question", "When does it open? At"),
-]
+PIECES = [("document", "The museum opens at ten. "), ("question", "When does it open? At")]
 
 
 @pytest.mark.every_kind

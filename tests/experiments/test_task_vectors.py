@@ -54,9 +54,8 @@ def test_it_equals_loops_with_raw_hooks(exact_model: Any, kind_of_model: str) ->
         vectors = states.mean_states(model, batches, last)
         close(record.vectors, vectors, rtol=tolerance, atol=tolerance)
         classes = tested[0].label_token_ids
-        right = answers_of_layers(
-            model, lambda: states.queries_alone(tested), classes, last, vectors
-        )
+        asked = partial(states.queries_alone, tested)
+        right = answers_of_layers(model, asked, classes, last, vectors)
         assert record.correct.T.tolist() == right
         assert record.accuracy.tolist() == pytest.approx([sum(each) / len(each) for each in right])
         unchanged = states.answers(model, states.queries_alone(tested), classes)
@@ -77,14 +76,12 @@ def test_label_words_are_written_into_prompts_with_shuffled_labels(model: Any) -
     assert vectors.shape[1] == 6
     close(record.vectors, vectors, rtol=1e-4, atol=1e-4)
     [(_, write)] = record.hooks(model, shuffled[0], 1, al.edges.anchors)
-    changed = write(torch.ones(*shuffled[0].tokens.shape, model.cfg.d_model), hook=None)
-    assert changed is not None
+    changed: Any = write(torch.ones(*shuffled[0].tokens.shape, model.cfg.d_model), hook=None)
     for resid, words in zip(changed, shuffled[0].label_positions, strict=True):
         close(resid[words], record.vectors[1].float())
         assert int((resid == 1).all(1).sum()) == len(resid) - 6
     classes = tested[0].label_token_ids
-    asked = partial(states.alone, shuffled)
-    right = answers_of_layers(model, asked, classes, label_words, vectors)
+    right = answers_of_layers(model, partial(states.alone, shuffled), classes, label_words, vectors)
     assert record.correct.T.tolist() == right
     unchanged = states.answers(model, states.alone(shuffled), classes)
     assert float(record.unchanged) == pytest.approx(sum(unchanged) / len(unchanged))

@@ -32,10 +32,6 @@ def make_batch(side: str = "right", **changes: Any) -> al.PromptBatch:
     return al.PromptBatch.from_positions(**(arguments | changes))
 
 
-def rows(values: Tensor) -> list[Any]:
-    return values.tolist()
-
-
 def test_tokens_without_label_words_are_one_segment() -> None:
     tokens = torch.tensor(RIGHT)
     batch, same = (
@@ -58,16 +54,13 @@ def test_arguments_that_are_not_given_are_filled_in() -> None:
         label_classes=[[0, 1]],
         label_token_ids=[1, 2],
     )
-    assert len(batch) == 1
-    assert batch.attention_mask.all()
-    assert batch.gold is None
-    assert rows(batch.target_positions) == [5]
-    assert rows(batch.label_ends) == rows(batch.label_positions) == [[1, 3]]
-    assert [SEGMENTS[k] for k in batch.segments[0]] == [
-        *("other", "label", "other", "label", "query", "target")
-    ]
-    assert rows(batch.query_start) == [4]
-    assert rows(batch.index) == [0]
+    assert batch.attention_mask.all() and batch.gold is None
+    assert batch.target_positions.tolist() == [5]
+    assert batch.label_ends.tolist() == batch.label_positions.tolist() == [[1, 3]]
+    names = ["other", "label", "other", "label", "query", "target"]
+    assert [SEGMENTS[k] for k in batch.segments[0]] == names
+    assert batch.query_start.tolist() == [4]
+    assert batch.index.tolist() == [0]
     assert (batch.labels, batch.begins_with_bos, batch.first_query) == ((), False, 0)
 
 
@@ -75,18 +68,18 @@ def test_arguments_that_are_not_given_are_filled_in() -> None:
 def test_a_batch_says_where_its_prompts_and_queries_begin(side: str) -> None:
     first = 2 if side == "left" else 0
     whole = make_batch(side)
-    assert rows(whole.target_positions) == [first + 4, 6]
+    assert whole.target_positions.tolist() == [first + 4, 6]
     batch = make_batch(side, target_positions=[first + 4, 5])  # a token follows the target
-    assert rows(batch.target_positions) == [first + 4, 5]
+    assert batch.target_positions.tolist() == [first + 4, 5]
     for each, of_long in ((whole, [0, 2, 0, 2, 4, 4, 5]), (batch, [0, 2, 0, 2, 4, 5, 4])):
         of_short = [PADDING] * first + [0, 2, 0, 2, 5] + [PADDING] * (2 - first)
-        assert rows(each.segments) == [of_short, of_long]
-        assert rows(each.query_start) == [first + 4, 4]
-    assert rows(batch.positions) == [*range(7)] and rows(batch.starts) == [first, 0]
+        assert each.segments.tolist() == [of_short, of_long]
+        assert each.query_start.tolist() == [first + 4, 4]
+    assert batch.positions.tolist() == [*range(7)] and batch.starts.tolist() == [first, 0]
     of_short = [first <= k < first + 5 for k in range(7)]
-    assert rows(batch.up_to_target) == [of_short, [k <= 5 for k in range(7)]]
+    assert batch.up_to_target.tolist() == [of_short, [k <= 5 for k in range(7)]]
     of_short = [k == first + 4 for k in range(7)]
-    assert rows(batch.from_query) == [of_short, [k >= 4 for k in range(7)]]
+    assert batch.from_query.tolist() == [of_short, [k >= 4 for k in range(7)]]
 
 
 def test_tensors_lists_and_integer_masks_give_the_same_batch() -> None:
@@ -112,30 +105,24 @@ def assert_equal(ours: al.PromptBatch, expected: al.PromptBatch) -> None:
 
 
 def test_the_id_of_demonstrations_depends_only_on_their_tokens() -> None:
-    ids = {side: rows(make_batch(side).demonstrations_id) for side in ("left", "right")}
+    ids = {side: make_batch(side).demonstrations_id.tolist() for side in ("left", "right")}
     assert ids["left"] == ids["right"]
     assert len(set(ids["left"])) == 1  # the queries differ
     longer = torch.tensor([[*PROMPTS[0], 7, 7], RIGHT[1]])
-    assert rows(make_batch(tokens=longer, attention_mask=None).demonstrations_id) == ids["right"]
+    assert make_batch(tokens=longer, attention_mask=None).demonstrations_id.tolist() == ids["right"]
     other = torch.tensor([RIGHT[0], [11, 21, 9, 22, 13, 14, 15]])
-    first, second = rows(make_batch(tokens=other).demonstrations_id)
+    first, second = make_batch(tokens=other).demonstrations_id.tolist()
     assert first == ids["right"][0] != second
-    # The id is the same in every process and on every machine.
-    assert ids["right"][0] == 47459361711109742
+    assert ids["right"][0] == 47459361711109742, "it is the same in every process and machine"
 
 
 @pytest.mark.parametrize("side", ["left", "right"])
 def test_build_prompts_gives_the_same_ids_and_positions(byte_level: Any, side: Any) -> None:
-    demos, queries = (
-        al.sample_demonstrations(al.load_examples("sentiment")),
-        ["a", "b and more", ""],
-    )
-    task = al.TASKS["sst2"]
-    (built,) = al.build_prompts(byte_level, task, demos, queries, padding_side=side)
-    given = ("label_positions", "label_classes", "label_token_ids", "attention_mask")
-    batch = al.PromptBatch.from_positions(
-        built.tokens, **{name: getattr(built, name) for name in given}
-    )
+    demos = al.sample_demonstrations(al.load_examples("sentiment"))
+    queries = ["a", "b and more", ""]
+    (built,) = al.build_prompts(byte_level, al.TASKS["sst2"], demos, queries, padding_side=side)
+    names = ("tokens", "label_positions", "label_classes", "label_token_ids", "attention_mask")
+    batch = al.PromptBatch.from_positions(**{name: getattr(built, name) for name in names})
     assert torch.equal(batch.demonstrations_id, built.demonstrations_id)
     assert torch.equal(batch.target_positions, built.target_positions)
 
@@ -159,16 +146,12 @@ def test_a_batch_takes_what_it_is_made_of_out_of_an_inference_mode() -> None:
     expected = make_batch(gold=[0, 1])
     with torch.inference_mode():
         made = make_batch(gold=[0, 1])
-        batches = (
-            made,
-            replace(made, tokens=made.tokens.clone()),
-            made.padded_left(),
-            made.prompt(0),
-        )
+        cloned = replace(made, tokens=made.tokens.clone())
+        batches = made, cloned, made.padded_left(), made.prompt(0)
     for batch in batches:
         tensors = [value for value in vars(batch).values() if isinstance(value, Tensor)]
         assert len(tensors) == 11 and not any(value.is_inference() for value in tensors)
-    assert_equal(batches[1], expected)
+    assert_equal(cloned, expected)
 
 
 WRONG: list[tuple[dict[str, Any], str]] = [

@@ -9,14 +9,7 @@ import torch
 
 import anchorlens as al
 from anchorlens.errors import PromptError
-from tests.support.chat_tokenizers import (
-    CHATML,
-    KINDS,
-    QWEN_3,
-    TEMPLATES,
-    chat,
-    turns_of,
-)
+from tests.support.chat_tokenizers import CHATML, KINDS, QWEN_3, TEMPLATES, chat, turns_of
 from tests.support.plain_prompts import rows
 
 TEMPLATE = "Review: {text}\nSentiment:{label}"
@@ -52,9 +45,7 @@ def test_tokens_and_positions_follow_the_template(kind: str, name: str, instruct
     batches = built(tokenizer, task, QUERIES, batch_size=2)
     assert (tokenizer.chat_template, tokenizer.backend_tokenizer.to_str()) == before
     assert all(batch.begins_with_bos == (name in WITH_BOS) for batch in batches)
-    # The sentencepiece-like tokenizer adds a BOS to plain prompts. Here it is there once if the
-    # template writes it; Llama 2 writes one before every question.
-    of_queries = len(DEMOS) + 1 if name == "Llama 2" else 1
+    of_queries = len(DEMOS) + 1 if name == "Llama 2" else 1  # which writes one before each question
     assert len({row.demonstrations for row in rows(batches)}) == 1
     for row, query in zip(rows(batches), QUERIES, strict=True):
         turns = turns_of(task, DEMOS, query.text)
@@ -67,8 +58,7 @@ def test_tokens_and_positions_follow_the_template(kind: str, name: str, instruct
             # A label word begins where the template asks for an answer after the turns before it.
             assert first == len(ids_of(tokenizer, turns[:k]))
             assert label == demo.label
-            word = tokenizer.decode(row.tokens[first : last + 1])
-            assert word.strip() == turns[k]["content"]
+            assert tokenizer.decode(row.tokens[first : last + 1]).strip() == turns[k]["content"]
             assert set(row.segments[first : last + 1]) == {"label"}
             assert row.tokens[first] == int(batches[0].label_token_ids[label])
         assert row.segments.count("label") == sum(last - first + 1 for first, last, _ in row.words)
@@ -107,8 +97,7 @@ def test_segments_are_those_of_the_characters(name: str) -> None:
 @pytest.mark.parametrize("name", TEMPLATES)
 def test_templates_that_trim_take_the_space_of_a_label_word(kind: str, name: str) -> None:
     tokenizer = chat(name, kind)
-    spaced = replace(TASK, labels=[" Negative", " Positive"])
-    (with_space,) = built(tokenizer, spaced, ["so so"])
+    (with_space,) = built(tokenizer, replace(TASK, labels=[" Negative", " Positive"]), ["so so"])
     (without,) = built(tokenizer, queries=["so so"])
     assert torch.equal(with_space.tokens, without.tokens) == (name in TRIMMING)
     words = [tokenizer.decode([token]) for token in with_space.label_token_ids.tolist()]
@@ -127,7 +116,9 @@ def thinking(condition: str) -> str:
     return QWEN_3.replace("and loop.last", f"and {condition}")
 
 
-AFTER_ANOTHER_QUERY = "message.content == 'Positive' and 'so so' not in messages[-2].content"
+AFTER_ANOTHER_QUERY = (
+    "loop.last and message.content == 'Positive' and 'so so' not in messages[-2].content"
+)
 
 
 @pytest.mark.parametrize(
@@ -136,15 +127,10 @@ AFTER_ANOTHER_QUERY = "message.content == 'Positive' and 'so so' not in messages
         # Only after one of the queries, and only before one of the demonstrations.
         (thinking("'x' * 9 in messages[-2].content"), r"writes '<think>.*' before the answer"),
         (thinking("loop.index == 2"), r"writes '<think>.*' before the answer"),
-        (
-            thinking("message.content == 'Positive' and loop.last"),
-            r"writes '<think>.*' before the answer 'Positive'",
-        ),
+        (thinking("message.content == 'Positive' and loop.last"), "before the answer 'Positive'"),
         # A space, and only before the second word after the second query.
         (
-            thinking(f"loop.last and {AFTER_ANOTHER_QUERY}").replace(
-                "<think>\n\n</think>\n\n", " "
-            ),
+            thinking(AFTER_ANOTHER_QUERY).replace("<think>\n\n</think>\n\n", " "),
             r"label word 'Positive' as ' Positive' after query 1, but as 'Positive' after query 0",
         ),
         (EACH.replace("m['content']", "m['content'] | upper"), r"user's turn 'Review:   dull"),
@@ -162,11 +148,13 @@ AFTER_ANOTHER_QUERY = "message.content == 'Positive' and 'so so' not in messages
         ("{{ messages[99].content.x }}", r"cannot write the turns of"),
         ("{{ messages[0]['content'] + 1 }}", r"cannot write the turns of"),
         (None, r"has no chat template; use a chat model or plain"),
+        ("Gemma 2", r"of system and user.*: System role not supported. .*instead of the instruct"),
     ],
 )
 def test_templates_without_sure_positions_are_refused(template: str | None, message: str) -> None:
+    task = replace(TASK, instructions="Classify." if template == "Gemma 2" else "")
     with pytest.raises(PromptError, match=message):
-        built(chat(template), queries=QUERIES)
+        built(chat(template), task, QUERIES)
 
 
 @pytest.mark.parametrize("name", TEMPLATES)
@@ -200,10 +188,8 @@ def test_a_template_writes_the_date_of_the_task(asks: str) -> None:
     for task in (TASK, replace(TASK, date="2030-01-02")):
         (row,) = rows(built(chat(template), task))
         date = datetime.fromisoformat(task.date).strftime(form[1:-1])
-        given = replace(
-            task,
-            options={"chat_template": asks.replace("strftime_now(FORMAT)", f"'{date}'") + CHATML},
-        )
+        written = asks.replace("strftime_now(FORMAT)", f"'{date}'") + CHATML
+        given = replace(task, options={"chat_template": written})
         assert [row] == rows(built(chat(template), given))
         assert date in chat(template).decode(row.tokens)
 
@@ -227,13 +213,6 @@ def test_label_words_that_cannot_be_told_apart_or_from_their_turn_raise_an_error
     written = replace(TASK, options={"chat_template": EACH.replace("] }}", "] }}s")})
     with pytest.raises(PromptError, match=r"merges with (what stands (before|after) it|this end)"):
         built(tokenizer, written)
-
-
-def test_instructions_to_a_template_without_a_system_turn_raise_an_error() -> None:
-    tokenizer = chat("Gemma 2")
-    message = r"turns of system and user.*: System role not supported. .*instead of the instruct"
-    with pytest.raises(PromptError, match=message):
-        built(tokenizer, replace(TASK, instructions="Classify."))
 
 
 def test_pairs_of_words_in_a_chat_have_answers_that_no_turn_shows(kind: str) -> None:

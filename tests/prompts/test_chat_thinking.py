@@ -61,9 +61,7 @@ def test_a_prompt_ends_where_a_model_answers_that_was_told_not_to_think(
     task = replace(TASK, instructions=instructions, options=options)
     row, turns = row_of(template, task), turns_of(task, DEMOS, "so so")
     tokenizer = chat(template)
-    encoded = tokenizer.apply_chat_template(
-        turns, add_generation_prompt=True, tokenize=True, **options
-    )
+    encoded = tokenizer.apply_chat_template(turns, add_generation_prompt=True, **options)
     assert row.tokens == encoded["input_ids"]
     assert tokenizer.decode(row.tokens).endswith(end)
     words = [tokenizer.decode(row.tokens[first : last + 1]) for first, last, _ in row.words]
@@ -125,8 +123,7 @@ def test_the_ends_of_a_turn_are_read_as_they_are() -> None:
     ended = replace(TASK, template="{text} /x{label}")
     looks = "m.content }}{{ '' if m.content.endswith('/x') else '!' }}"
     asked = ASKING.replace("m.content }}", looks)
-    text = chat(asked).decode(row_of(asked, ended).tokens)
-    assert text.endswith("<user>so so /x\n<assistant>")
+    assert chat(asked).decode(row_of(asked, ended).tokens).endswith("<user>so so /x\n<assistant>")
 
 
 @pytest.mark.parametrize(
@@ -146,8 +143,7 @@ def test_switches_are_the_names_and_words_of_a_template() -> None:
         "{% if enable_thinking and not disable_thinking %}{{ message.thinking }}{% endif %}"
         "{{ thinking_budget }}{{ reasoning_effort }}{% if '/nothink' in x %}think{% endif %}"
     )
-    found = switches_of(template, {"a": 1}, "Sort. /think")
-    assert [switch.cure for switch in found] == [
+    assert [switch.cure for switch in switches_of(template, {"a": 1}, "Sort. /think")] == [
         {"options": {"a": 1, "enable_thinking": False}},
         {"options": {"a": 1, "disable_thinking": True}},
         {"options": {"a": 1, "thinking_budget": 0}},

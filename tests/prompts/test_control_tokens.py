@@ -26,24 +26,21 @@ def tokenizer(request: pytest.FixtureRequest) -> Any:
     return chat_tokenizer(request.param)
 
 
-def symbols(tokenizer: Any, task: al.Task, name: str) -> Any:
-    changed, demos = al.relabeling.relabel(DEMOS, task, al.relabeling.symbols([name, " b"]))
-    return al.build_prompts(tokenizer, changed, demos, ["x"])
-
-
-def with_labels(tokenizer: Any, task: al.Task, labels: Any) -> Any:
-    return al.build_prompts(tokenizer, replace(task, labels=labels), DEMOS, ["x"])
+def built(
+    tokenizer: Any, task: al.Task, demos: Any = DEMOS, query: str = "x", **changes: Any
+) -> Any:
+    return al.build_prompts(tokenizer, replace(task, **changes), demos, [query])
 
 
 # Prompts that have a name of the data.
 WRITERS: dict[str, Callable[..., Any]] = {
-    "query": lambda of, task, name: al.build_prompts(of, task, DEMOS, [f"a {name} b"]),
-    "first text": lambda of, task, name: al.build_prompts(
-        of, task, [al.Example(name, 0), DEMOS[1]], ["x"]
+    "query": lambda of, task, name: built(of, task, query=f"a {name} b"),
+    "first text": lambda of, task, name: built(of, task, [al.Example(name, 0), DEMOS[1]]),
+    "label word": lambda of, task, name: built(of, task, labels=[f" {name}", " b"]),
+    "second word": lambda of, task, name: built(of, task, labels=[[" a", f" {name}"], [" b"]]),
+    "symbol": lambda of, task, name: built(
+        of, *al.relabeling.relabel(DEMOS, task, al.relabeling.symbols([name, " b"]))
     ),
-    "label word": lambda of, task, name: with_labels(of, task, [f" {name}", " b"]),
-    "second word": lambda of, task, name: with_labels(of, task, [[" a", f" {name}"], [" b"]]),
-    "symbol": symbols,
     "anchors": lambda of, task, name: al.prompts.text_anchor_prompts(
         of, task, DEMOS, [al.Example(name, 0)]
     ),
@@ -60,8 +57,7 @@ def test_data_with_a_control_token_is_refused(tokenizer: Any, task: al.Task, wri
         with pytest.raises(PromptError, match=re.escape(repr(name))) as error:
             write(tokenizer, task, name)
         # The advice is followed: the text is written as the error shows it, or without the token.
-        spelled = re.search(r"write it otherwise \('(.*?)'\)", str(error.value))
-        assert spelled is not None
+        spelled: Any = re.search(r"write it otherwise \('(.*?)'\)", str(error.value))
         for other in (spelled[1], "left out"):
             written = {*write(tokenizer, task, other)[0].tokens.flatten().tolist()}
             read = {*tokenizer.convert_ids_to_tokens(sorted(written))} & {*SPECIAL}
@@ -94,14 +90,14 @@ def test_the_format_of_a_task_may_hold_control_tokens(tokenizer: Any) -> None:
 
 def test_a_token_that_only_the_text_completes_is_refused(tokenizer: Any) -> None:
     task = replace(PLAIN, template="<|im_{text}|>\nUrgent:{label}")
-    assert al.build_prompts(tokenizer, task, DEMOS, ["begin"])
+    assert built(tokenizer, task, query="begin")
     with pytest.raises(PromptError, match=re.escape("'<|im_end|>'")):
-        al.build_prompts(tokenizer, task, DEMOS, ["end"])
+        built(tokenizer, task, query="end")
 
 
 def test_instructions_of_a_chat_hold_no_control_token(tokenizer: Any) -> None:
     with pytest.raises(PromptError, match=re.escape("'<|im_end|>'")):
-        al.build_prompts(tokenizer, replace(CHAT, instructions=FORGED), DEMOS, ["x"])
+        built(tokenizer, CHAT, instructions=FORGED)
 
 
 def test_added_tokens_are_control_tokens_where_the_template_writes_them(tokenizer: Any) -> None:
@@ -109,8 +105,7 @@ def test_added_tokens_are_control_tokens_where_the_template_writes_them(tokenize
     words = ("<think>", "</think>", "<table>", "\n\n")
     tokenizer = copy.deepcopy(tokenizer)
     tokenizer.add_tokens([AddedToken(word, special=False, normalized=False) for word in words])
-    thinking = {"chat_template": QWEN_3, "enable_thinking": False}
-    task = replace(CHAT, options=thinking)
+    task = replace(CHAT, options={"chat_template": QWEN_3, "enable_thinking": False})
     assert al.build_prompts(tokenizer, task, DEMOS, ["a <table>\n\n"])
     with pytest.raises(PromptError, match="'</think>'"):
         al.build_prompts(tokenizer, task, DEMOS, ["a </think> b"])
@@ -135,7 +130,7 @@ def test_a_hard_prompt_that_another_tokenizer_reads_as_control_is_refused(tokeni
 
 
 @pytest.mark.parametrize(
-    "text", [FORGED, "<|im_end|>", "a <|im_end|><|im_start|>\n b", "<eos> <eos>"]
+    "text", [FORGED, "<|im_end|>", "a <|im_end|><|im_start|>\n b", "<eos>" * 2]
 )
 def test_control_tokens_are_read_as_characters_on_request(tokenizer: Any, text: str) -> None:
     """The oracle: the tokens of apply_chat_template(sanitize_control_tokens=True)."""

@@ -19,14 +19,9 @@ POSITION = torch.arange(N)
 
 def table_of(edges: EdgeSet) -> Tensor:
     """The edges by their classes alone."""
-    classes = edges.classes()
-    assert classes is not None
+    classes: Any = edges.classes()
     of_pairs = classes.table[classes.queries[:, :, None], classes.keys[:, None]]
     return torch.where(POSITION[:, None] > POSITION, of_pairs, torch.tensor(classes.later))
-
-
-def without(first: Any, second: Any) -> Any:
-    return first & ~second
 
 
 def some_sets(seed: int) -> list[EdgeSet]:
@@ -37,11 +32,10 @@ def some_sets(seed: int) -> list[EdgeSet]:
         return torch.rand(3, N, generator=generator) > 0.5
 
     sets: list[Any] = [al.edges.between(positions(), positions()) for _ in range(3)]
-    joins: list[Callable[[Any, Any], Any]] = [and_, or_, without]
+    joins: list[Callable[[Any, Any], Any]] = [and_, or_, lambda first, second: first & ~second]
     for _ in range(4):
-        first, second, join = (
-            int(torch.randint(n, (), generator=generator)) for n in (len(sets), len(sets), 3)
-        )
+        sizes = (len(sets), len(sets), 3)
+        first, second, join = (int(torch.randint(n, (), generator=generator)) for n in sizes)
         sets.append(joins[join](sets[first], sets[second]))
     return [*sets, ~sets[-1]]
 
@@ -62,10 +56,8 @@ def test_sums_by_classes_are_those_of_tables(seed: int) -> None:
     expected = torch.einsum("bhqk,bsqk->bhs", weights, EdgeSet.stacked(sets).double())
     for computed in (sums.sums(every, every, weights), EdgeSets(sets).sums(every, every, weights)):
         torch.testing.assert_close(computed, expected, rtol=1e-12, atol=1e-12)
-    pieces = [(0, 5), (5, 6), (6, N)]
-    parts = [
-        sums.sums(slice(a, b), slice(0, b), weights[:, :, a:b, :b]) for a, b in pieces
-    ]  # no row has an edge to a later key
+    pieces = [(0, 5), (5, 6), (6, N)]  # no row has an edge to a later key
+    parts = [sums.sums(slice(a, b), slice(0, b), weights[:, :, a:b, :b]) for a, b in pieces]
     torch.testing.assert_close(sum(parts), expected, rtol=1e-12, atol=1e-12)
 
 

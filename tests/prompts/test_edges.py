@@ -21,13 +21,11 @@ Rule = Callable[[al.PromptBatch, int, int, int], bool]
 @pytest.fixture(params=["left", "right"])
 def batch(request: pytest.FixtureRequest, sentencepiece_like: Any) -> al.PromptBatch:
     """Prompts of three lengths, with label words of one and of several tokens, after a BOS."""
-    task = al.Task(
-        "Review: {text}\nSentiment:{label}", [" Positive", " utterly wrong"], instructions="Do:\n"
-    )
+    words, template = [" Positive", " utterly wrong"], "Review: {text}\nSentiment:{label}"
+    task = al.Task(template, words, instructions="Do:\n")
     demos = [al.Example(text, k % 2) for k, text in enumerate(["fine", "bad, bad", "", "no"])]
-    queries = ["so so", "a much longer text", ""]
-    side = request.param
-    (prompts,) = al.build_prompts(sentencepiece_like, task, demos, queries, padding_side=side)
+    given = task, demos, ["so so", "a much longer text", ""]
+    (prompts,) = al.build_prompts(sentencepiece_like, *given, padding_side=request.param)
     assert len(set(prompts.attention_mask.sum(1).tolist())) == 3
     assert (prompts.label_ends > prompts.label_positions).any()
     return prompts
@@ -197,8 +195,7 @@ def test_demonstrations_are_all_between_instructions_and_query(batch: al.PromptB
             places = part[row].nonzero()[:, 0]
             assert places.diff().eq(1).all()
             assert int(batch.label_ends[row, number]) == int(places[-1]) - 1
-    last = parts[3][0].nonzero()[-1]
-    assert int(last) + 1 == int(batch.query_start[0])
+    assert int(parts[3][0].nonzero()[-1]) + 1 == int(batch.query_start[0])
 
 
 def test_demonstrations_of_bare_positions_end_with_their_label_words() -> None:

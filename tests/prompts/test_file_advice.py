@@ -24,9 +24,8 @@ EXPECTED = [al.Example(text, k) for k, text in enumerate(TEXTS)]
 TABLE = pd.DataFrame({"text": TEXTS, "label": [0, 1]})
 
 
-OF_ENCODINGS = pytest.mark.parametrize(
-    ("encoding", "named"), [("cp1252", "WINDOWS-1252"), ("mac_roman", "MACINTOSH")]
-)
+NAMES = [("cp1252", "WINDOWS-1252"), ("mac_roman", "MACINTOSH")]
+OF_ENCODINGS = pytest.mark.parametrize(("encoding", "named"), NAMES)
 
 
 def error_of(path: Path, **options: Any) -> str:

@@ -8,6 +8,7 @@ import zlib
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -103,17 +104,12 @@ def test_segments_of_texts_have_an_image_of_their_own(llava: Built) -> None:
     processor, place = llava[0], place_in(llava[0])
     pieces = [(None, place), ("question", " Who is it?"), (None, place), ("answer", " He")]
     texts = al.build_segments(processor.tokenizer, [pieces, [("question", "Who?")]])
-    batches = al.with_images(texts, processor, [[picture(0), picture(1)], []])
-    [batch] = batches
+    [batch] = al.with_images(texts, processor, [[picture(0), picture(1)], []])
     assert batch.segment_names == ("question", "answer", "image")
     assert al.edges.segment(batch, "image").sum(1).tolist() == [0, 8]
     assert [len(each) for each in batch.inputs] == [0, 1]
-    named = replace(
-        texts[0],
-        segments=texts[0].segments.clamp(min=0) * texts[0].attention_mask
-        + texts[0].attention_mask.long()
-        - 1,
-    )
+    inside = texts[0].segments.clamp(min=0).masked_fill(~texts[0].attention_mask, -1)
+    named = replace(texts[0], segments=inside)  # so that each image is in a segment
     [kept] = al.with_images([named], processor, [[picture(0), picture(1)], []])
     assert kept.segment_names == ("question", "answer")
 
@@ -127,19 +123,15 @@ def test_wrong_images_are_refused(llava: Built, tmp_path: Path) -> None:
     processor, text, _, images = llava
     (tmp_path / "text.png").write_text("no image")
     several = {"image_token": "<image> <image>", "tokenizer": processor.tokenizer}
-    two_of_three, no_image = (
-        [images[0], images[1][:2], images[2]],
-        [[tmp_path / "text.png"] * 3] * 3,
-    )
-    cases: list[tuple[Any, Any, str]] = [
+    two_of_three = [images[0], images[1][:2], images[2]]
+    for given, of_prompts, message in [
         (processor, two_of_three, "prompt 1 has 3 placeholders of images .*, but 2 images"),
         (processor, images[:2], "prompt 2 has 3 placeholders of images .*, but no list of images"),
         (processor.tokenizer, images, "a processor of images has a tokenizer"),
         (processor, [[1, 2, 3]] * 3, "is one of Pillow, or the path of a file; got a int"),
-        (processor, no_image, "text.png cannot be read"),
+        (processor, [[tmp_path / "text.png"] * 3] * 3, "text.png cannot be read"),
         (type("Own", (), several)(), images, "as 3 tokens; take the tokenizer of the processor"),
-    ]
-    for given, of_prompts, message in cases:
+    ]:
         with pytest.raises(PromptError, match=message):
             al.with_images([text], given, of_prompts)
 
@@ -157,10 +149,9 @@ def test_text_that_joins_the_tokens_of_an_image_is_refused() -> None:
 def header(width: int, height: int) -> bytes:
     """A PNG of zeros in one bit each, packed."""
     sizes = b"IHDR" + struct.pack(">IIBBBBB", width, height, 1, 0, 0, 0, 0)
-    parts = sizes, b"IDAT" + zlib.compress(bytes((width + 7) // 8 + 1) * height), b"IEND"
     ends = [
         struct.pack(">I", len(each) - 4) + each + struct.pack(">I", zlib.crc32(each))
-        for each in parts
+        for each in (sizes, b"IDAT" + zlib.compress(bytes((width + 7) // 8 + 1) * height), b"IEND")
     ]
     return b"\x89PNG\r\n\x1a\n" + b"".join(ends)
 
@@ -213,19 +204,13 @@ def test_an_image_of_many_prompts_is_read_once(
     llava: Built, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     processor, text, batch, images = llava
-    opened, found = list[int](), Image.open
     images[0][0].save(path := tmp_path / "a.png")
-
-    def counted(*args: Any, **options: Any) -> Any:
-        opened.append(1)
-        return found(*args, **options)
-
-    monkeypatch.setattr(Image, "open", counted)
+    monkeypatch.setattr(Image, "open", opened := Mock(wraps=Image.open))
     for most, reads in ((2**25, 1), (0, 3)):  # as many are held as fit
-        opened.clear()
+        opened.reset_mock()
         monkeypatch.setattr("anchorlens.prompts.images._KEPT", most)
         [again] = al.with_images([text], processor, [[path, *of[1:]] for of in images])
-        assert len(opened) == reads and again.pictures == batch.pictures
+        assert opened.call_count == reads and again.pictures == batch.pictures
         assert again.forward_inputs["pixel_values"].equal(batch.forward_inputs["pixel_values"])
 
 
@@ -250,10 +235,7 @@ def test_examples_have_the_paths_of_a_column(llava: Built, tmp_path: Path) -> No
         al.load_examples("questions", image="photo")
     others = [replace(example, image=f"{k}.png") for k in range(3)]
     assert len(al.sample_queries(others, 2, exclude=others[:1])) == 2
+    task = al.Task("{text}{label}", labels=(" a", " b"))
+    labelled = [replace(each, label=k % 2) for k, each in enumerate(others * 2)]
     with pytest.raises(PromptError, match=r"give them and the images to al\.with_images"):
-        al.sample_prompts(
-            llava[0].tokenizer,
-            al.Task("{text}{label}", labels=(" a", " b")),
-            [replace(each, label=k % 2) for k, each in enumerate(others * 2)],
-            queries=1,
-        )
+        al.sample_prompts(llava[0].tokenizer, task, labelled, queries=1)

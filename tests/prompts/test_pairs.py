@@ -21,8 +21,7 @@ def by_hand(tokenizer: Any, words: list[str]) -> al.PromptBatch:
     """The prompts from the tokens of their parts; the tokenizer of the tests adds no BOS."""
 
     def tokens_of(text: str) -> list[int]:
-        tokens: list[int] = tokenizer.encode(text, add_special_tokens=False)
-        return tokens
+        return tokenizer.encode(text, add_special_tokens=False)
 
     shown, positions = list[int](), list[int]()
     for x, y in SHOWN:
@@ -57,10 +56,8 @@ def test_numbers_are_those_of_positions_given_by_hand(exact_gpt2: Any) -> None:
 
 @pytest.mark.filterwarnings("ignore:3 queries are in both lists")
 def test_isolation_heads_and_states_run(gpt2: Any) -> None:
-    batches = al.build_pairs(gpt2, SHOWN, ASKED, batch_size=2)
-    changed = al.run(
-        gpt2, batches, [al.Loyalty()], hooks=lambda b: al.isolate_labels(gpt2, b, 0), **QUIET
-    )
+    batches, isolate = al.build_pairs(gpt2, SHOWN, ASKED, batch_size=2), al.isolate_labels
+    changed = al.run(gpt2, batches, [al.Loyalty()], hooks=lambda b: isolate(gpt2, b, 0), **QUIET)
     assert 0 <= float(changed["loyalty"].label_loyalty) <= 1
     assert al.head_effects(gpt2, batches, batches, **QUIET).effect.shape == (3, 2)
     # Distances are between all classes, and some answers are not shown.
@@ -69,13 +66,11 @@ def test_isolation_heads_and_states_run(gpt2: Any) -> None:
 
 
 def test_each_seed_draws_pairs_and_all_batches_have_the_same_words(gpt2: Any) -> None:
-    pool = [*SHOWN, *ASKED[:2]]
-    batches = al.sample_pairs(gpt2, pool, queries=2, shots=3, seeds=(1, 2))
+    batches: Any = al.sample_pairs(gpt2, [*SHOWN, *ASKED[:2]], queries=2, shots=3, seeds=(1, 2))
     assert len({batch.labels for batch in batches}) == 1
     sets = torch.cat([batch.demonstrations_id for batch in batches])
     assert sets.unique(return_counts=True)[1].tolist() == [2, 2]
     for batch in batches:
-        assert batch.gold is not None
         for gold, shown in zip(batch.gold.tolist(), batch.label_classes.tolist(), strict=True):
             assert gold not in shown and len(shown) == 3
 

@@ -88,13 +88,7 @@ WORDS: list[tuple[str, str, Any, str, str]] = [
     ("", "{text}{label}", [" a", " b"], "", "1 is empty, and so is the template before {label}"),
     (NFC, "{text}:{label}\u0301", [" Ünï", " No"], "", "merges with what stands after"),
     (NFC, "{text}e{label}", ["\u0301x", "o"], "", "merges with (what stands|this end)"),
-    (
-        WORD_PIECE,
-        "}{text}e{label}",
-        ["1", " 7"],
-        "ΑΣ",
-        r"query 1 ends in '}..e', and label word '1' merges with this end to \['\[UNK\]'\]",
-    ),
+    (WORD_PIECE, "}{text}e{label}", ["1", " 7"], "ΑΣ", r"1 ends in '}..e', .* \['\[UNK\]'\]"),
 ]
 
 
@@ -102,11 +96,9 @@ WORDS: list[tuple[str, str, Any, str, str]] = [
 def test_labels_without_a_token_of_their_own_raise_an_error(
     tokenizer: Any, other: str, template: str, labels: Any, query: str, message: str
 ) -> None:
-    demos = [al.Example("x", k) for k in range(len(labels))]
+    task, demos = al.Task(template, labels), [al.Example("x", k) for k in range(len(labels))]
     with raises(match=message):
-        al.build_prompts(
-            made(other) if other else tokenizer, al.Task(template, labels), demos, ["x", query]
-        )
+        al.build_prompts(made(other) if other else tokenizer, task, demos, ["x", query])
 
 
 def test_a_space_before_a_word_keeps_it_from_an_unknown_one() -> None:
@@ -132,10 +124,7 @@ def test_accents_in_texts_belong_to_their_letters() -> None:
     texts = ["nai\u0308ve", "\u1112\u1161\u11ab", "e\u0301\u0323 x"]
     demos = [al.Example(text, k % 2) for k, text in enumerate(texts)]
     composed = [al.Example(normalize("NFC", demo.text), demo.label) for demo in demos]
-    batches = [
-        al.build_prompts(made("byte-level, NFC"), SST2, given, [given[0].text])[0]
-        for given in (demos, composed)
-    ]
-    assert torch.equal(batches[0].tokens, batches[1].tokens)
-    assert torch.equal(batches[0].segments, batches[1].segments)
-    assert torch.equal(batches[0].label_positions, batches[1].label_positions)
+    sets = demos, composed
+    (ours,), (theirs,) = (al.build_prompts(made(NFC), SST2, of, [of[0].text]) for of in sets)
+    for name in ("tokens", "segments", "label_positions"):
+        assert torch.equal(getattr(ours, name), getattr(theirs, name))

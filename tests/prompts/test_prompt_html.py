@@ -9,16 +9,7 @@ from transformers import PreTrainedTokenizerFast
 
 import anchorlens as al
 from anchorlens.prompts.prompt_html import PROMPT_CSS, prompt_legend, token_spans
-from anchorlens.prompts.segment_names import (
-    FORMAT,
-    LABEL,
-    OTHER,
-    PADDING,
-    QUERY,
-    SEGMENTS,
-    TARGET,
-    TEXT,
-)
+from anchorlens.prompts.segment_names import LABEL, PADDING, SEGMENTS, TARGET, TEXT
 from anchorlens.prompts.token_texts import token_texts
 from tests.support.html_checks import Parsed
 
@@ -32,7 +23,7 @@ def batch_of(tokenizer: Any) -> al.PromptBatch:
     return batch
 
 
-ALL = [OTHER, TEXT, FORMAT, LABEL, QUERY, TARGET]
+ALL = [*map(SEGMENTS.index, ("other", "text", "format", "label", "query", "target"))]
 
 
 @pytest.mark.parametrize(
@@ -40,12 +31,7 @@ ALL = [OTHER, TEXT, FORMAT, LABEL, QUERY, TARGET]
     [
         (["<s>", "dull", ":", " Bad", "!", ":"], ALL, "<s>dull: Bad!:", [0, 1, 2, 3, 4, 5]),
         # Parts of a character are joined within their segment, and padding is left out.
-        (
-            ["a", "", "", "é", "", " x", ""],
-            [1, 1, 1, 1, 2, 3, 3],
-            "aé\ufffd x\ufffd",
-            [0, 1, 4, 5, 6],
-        ),
+        (["a", "", "", "é", "", " x", ""], [1, 1, 1, 1, 2, 3, 3], "aé� x�", [0, 1, 4, 5, 6]),
         (["", "", "a", "x"], [PADDING, PADDING, TEXT, PADDING], "a", [2]),
     ],
 )
@@ -77,8 +63,7 @@ def test_texts_of_tokens_join_to_the_prompt(tokenizer: Any) -> None:
         ids = batch.tokens[prompt][batch.attention_mask[prompt]].tolist()
         assert "".join(view.tokens) == tokenizer.decode(ids)
         assert [*view.segments] == batch.segments[prompt][batch.attention_mask[prompt]].tolist()
-        demonstration = TASK.demonstration(DEMOS[1].text, 1)
-        assert demonstration in "".join(view.tokens)
+        assert TASK.demonstration(DEMOS[1].text, 1) in "".join(view.tokens)
         assert view.heading == f"Prompt {prompt} of 0 to 1, {len(ids)} tokens"
 
 
@@ -119,10 +104,9 @@ def long_batch(length: int) -> al.PromptBatch:
 def test_a_batch_shows_token_ids_without_a_tokenizer() -> None:
     parsed = Parsed(long_batch(40)._repr_html_())
     assert " ".join(map(str, range(100_000, 100_040))) in parsed.text
-    marked = [
+    assert [
         attributes.get("data-token") for tag, attributes in parsed.elements if tag == "strong"
-    ]
-    assert marked == [None, "1", "31"]  # the legend has no position
+    ] == [None, "1", "31"]  # the legend has no position
 
 
 def test_the_middle_of_a_long_prompt_is_left_out() -> None:

@@ -16,9 +16,7 @@ SST2 = al.TASKS["sst2"]
 BAD, GOOD = al.Example("bad", 0), al.Example("good", 1)
 TASKS = [
     SST2,
-    al.Task(
-        SST2.template, SST2.labels, instructions="Classify the reviews. Sentiment: Positive\n\n"
-    ),
+    al.Task(SST2.template, SST2.labels, instructions="Classify all. Sentiment: Positive\n\n"),
     al.Task("{text} ->{label}|", [" yes", " no way", " 不 😀"], separator="\n###\n"),
     al.Task("({text})\n={label}", ["A b", "B"], separator="", instructions="\n "),
 ]
@@ -114,8 +112,7 @@ def test_positions_equal_the_oracle_in_any_batch(tokenizer: Any, case: Prompts, 
         assert rows(batches) == alone
         assert max(map(len, batches)) <= size
         for batch in batches:
-            ends = batch.attention_mask[:, -1 if side == "left" else 0]
-            assert ends.all()
+            assert batch.attention_mask[:, -1 if side == "left" else 0].all()
             assert batch.attention_mask.any(0).all()  # no longer than its longest prompt
             assert torch.equal(batch.label_token_ids, first.label_token_ids)
             assert batch.labels == case.task.labels
@@ -124,8 +121,7 @@ def test_positions_equal_the_oracle_in_any_batch(tokenizer: Any, case: Prompts, 
 def test_every_query_may_have_its_own_demonstrations(tokenizer: Any) -> None:
     first, second = [GOOD, BAD], [BAD, al.Example("a fine film", 1)]
     queries = ["a long query, much longer", "b", "c, longer", "d"]
-    both = [first, second]
-    batches = al.build_prompts(tokenizer, SST2, both * 2, queries, batch_size=2)
+    batches = al.build_prompts(tokenizer, SST2, [first, second] * 2, queries, batch_size=2)
     assert [batch.index.tolist() for batch in batches] == [[2, 0], [1, 3]]  # by set, then length
     ours = rows(batches)
     for sets in (first, second):

@@ -18,7 +18,6 @@ ENDS += ["x: ", "x\n", "x\n\n", "x\n ", "(", "a's", "http://", "日本", "😀",
 ENDS += ["Positive", "<mask"]
 WORDS = [["1", "2"], [" 1", " 2"], ["Positive", "Negative"], [" Positive", " Negative"]]
 WORDS += [["\u0301x", "o"], ["1", " 7"]]
-BETWEEN = ["", " ", ":", "\n", "1"]
 
 
 KINDS = ["byte-level", "byte-level, NFC", "byte-level, GPT-4's words", "byte-level, no words"]
@@ -42,7 +41,7 @@ def test_label_words_after_every_query_are_those_of_the_whole_text(kind: str) ->
     """Of each template and words the queries that can be joined are built, and no others."""
     tokenizer = made(kind)
     accepted = refused = 0
-    for between, words in product(BETWEEN, WORDS):
+    for between, words in product(["", " ", ":", "\n", "1"], WORDS):
         task = al.Task(f"{{text}}{between}{{label}}", words)
         demos = [al.Example(f"ab {word.strip()}:", k) for k, word in enumerate(("x", "y"))]
         try:
@@ -91,8 +90,7 @@ def test_label_words_follow_the_last_token(pairs: list[str], query: str, merged:
             al.build_prompts(tokenizer, task, demos, [query])
     else:
         (batch,) = al.build_prompts(tokenizer, task, demos, [query])
-        tokens = batch.label_token_ids.tolist()
-        assert tokenizer.convert_ids_to_tokens(tokens) == ["1", "d"]
+        assert tokenizer.convert_ids_to_tokens(batch.label_token_ids.tolist()) == ["1", "d"]
 
 
 @pytest.mark.parametrize(

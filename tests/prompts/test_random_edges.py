@@ -21,20 +21,10 @@ def forerunners_read(batch: al.PromptBatch) -> Tensor:
     return edges.between(edges.query(batch), edges.forerunners(batch))
 
 
-def of_prompts(model: Any, draw: Draw, seed: int, **options: Any) -> dict[int, Tensor]:
-    """The drawn edges of each prompt, without padding."""
-    drawn: dict[int, Tensor] = {}
-    for batch in questions(model, 7, **options):
-        chosen = draw(batch, forerunners_read(batch), seed)
-        rows = zip(batch.index.tolist(), chosen, batch.attention_mask, strict=True)
-        drawn |= {index: square[mask][:, mask] for index, square, mask in rows}
-    return drawn
-
-
 @pytest.mark.parametrize("draw", DRAWS.values(), ids=DRAWS)
-@pytest.mark.parametrize("name", ["gpt2", "llama"])
-def test_other_edges_are_drawn_as_many_as_there_are(name: str, draw: Draw, request: Any) -> None:
-    batch = questions(request.getfixturevalue(name), 5, padding_side="left")[0]
+@pytest.mark.parametrize("model", ["gpt2", "llama"], indirect=True)
+def test_other_edges_are_drawn_as_many_as_there_are(model: Any, draw: Draw) -> None:
+    batch = questions(model, 5, padding_side="left")[0]
     chosen = forerunners_read(batch)
     assert int(chosen.sum(2).max()) == batch.label_positions.shape[1]
     draws = [draw(batch, chosen, seed) for seed in range(10)]
@@ -49,10 +39,13 @@ def test_other_edges_are_drawn_as_many_as_there_are(name: str, draw: Draw, reque
 
 @pytest.mark.parametrize("draw", DRAWS.values(), ids=DRAWS)
 def test_a_draw_depends_on_the_seed_and_the_prompt_alone(gpt2: Any, draw: Draw) -> None:
-    expected = of_prompts(gpt2, draw, 5, batch_size=3)
-    for options in ({"batch_size": 1}, {"padding_side": "left"}, {"batch_size": 7}):
-        drawn = of_prompts(gpt2, draw, 5, **options)
-        assert all(torch.equal(drawn[index], expected[index]) for index in expected)
+    for side in ("left", "right"):
+        [batch] = questions(gpt2, 7, padding_side=side)
+        drawn = draw(batch, forerunners_read(batch), 5)
+        for row, mask in enumerate(batch.attention_mask):
+            alone = batch.prompt(row)
+            expected = draw(alone, forerunners_read(alone), 5)[0]
+            assert torch.equal(drawn[row][mask][:, mask], expected)
 
 
 def test_other_demonstrations_have_other_draws(gpt2: Any) -> None:

@@ -1,5 +1,6 @@
 """``sample_prompts``: the draws of each seed, built into prompts in one call."""
 
+from collections import Counter
 from typing import Any
 
 import pytest
@@ -43,21 +44,15 @@ def test_examples_of_ones_own(given: Any, byte_level: Any) -> None:
 UNEVEN = [al.Example(f"mail {number}", int(number % 8 == 0)) for number in range(64)]  # 56 and 8
 
 
-def labels_of(examples: list[al.Example]) -> list[int | None]:
-    return [example.label for example in examples]
-
-
 def test_queries_may_be_drawn_evenly_over_classes(byte_level: Any) -> None:
     demos = al.sample_demonstrations(UNEVEN, 2, seed=3)
     drawn = al.sample_queries(UNEVEN, 11, 3, demos, even=True)
-    assert sorted(map(labels_of(drawn).count, (0, 1))) == [5, 6]
+    assert sorted(Counter(example.label for example in drawn).values()) == [5, 6]
     assert len({example.text for example in [*drawn, *demos]}) == 15
     assert drawn == al.sample_queries(UNEVEN, 11, 3, demos, even=True)
     assert drawn != al.sample_queries(UNEVEN, 11, 4, demos, even=True)
     often = [text for seed in range(200) for text in al.sample_queries(UNEVEN, 2, seed, even=True)]
-    assert {example.text for example in often if example.label} == {
-        example.text for example in UNEVEN if example.label
-    }
+    assert {each for each in often if each.label} == {each for each in UNEVEN if each.label}
     with pytest.raises(DataError, match=r"12 queries .* over 2 classes, but of class 1 only 4"):
         al.sample_queries(UNEVEN[:40], 12, 3, demos, even=True)
     batches = al.sample_prompts(byte_level, TASK, UNEVEN, queries=6, seeds=[1, 2], even=True)

@@ -8,17 +8,9 @@ import torch
 import anchorlens as al
 from anchorlens.errors import PromptError
 
-PIECES: list[tuple[str | None, str]] = [
-    ("question", "Who wrote it?"),
-    (None, "\n"),
-    ("answer", " Nobody knows."),
-]
-SHORT: list[tuple[str | None, str]] = [
-    ("question", "Why?"),
-    ("step", " Because"),
-    ("answer", " so."),
-    ("step", " Or"),
-]
+Pieces = list[tuple[str | None, str]]
+PIECES: Pieces = [("question", "Who wrote it?"), (None, "\n"), ("answer", " Nobody knows.")]
+SHORT: Pieces = [("question", "Why?"), ("step", " Because"), ("answer", " so."), ("step", " Or")]
 
 
 @pytest.mark.parametrize("side", ["left", "right"])
@@ -31,7 +23,6 @@ def test_each_token_is_in_the_segment_of_its_piece(tokenizer: Any, side: Any) ->
         ids = batch.tokens[row][mask].tolist()
         text = "".join(text for _, text in pieces)
         assert ids == tokenizer(text)["input_ids"]
-        # By text: what the tokens of a segment decode to is what was written, in order.
         for segment in batch.segment_names:
             inside = al.edges.segment(batch, segment)[row]
             written = "".join(text for name, text in pieces if name == segment)

@@ -1,7 +1,6 @@
 """Tasks that cannot give prompts raise an error; demonstrations are drawn at random."""
 
 from collections import Counter
-from functools import partial
 
 import pytest
 
@@ -9,7 +8,6 @@ import anchorlens as al
 from anchorlens.errors import DataError
 from anchorlens.prompts.examples import sample_queries
 
-raises = partial(pytest.raises, DataError)
 WORDS = [" Negative", " Positive"]
 EXAMPLES = [al.Example("dull", 0), al.Example("schön", 1), al.Example("fun", 1)]
 
@@ -30,9 +28,8 @@ def test_tasks_equal_those_of_the_paper(name: str) -> None:
     written, words = TABLE_4[name]
     task = al.TASKS[name]
     assert task.query("S") == written
-    assert [task.demonstration("S", label) for label in range(len(words))] == [
-        f"{written} {word}" for word in words
-    ]
+    for label, word in enumerate(words):
+        assert task.demonstration("S", label) == f"{written} {word}"
     assert (task.separator, task.instructions, len(task.labels)) == ("\n", "", len(words))
 
 
@@ -50,14 +47,6 @@ def test_the_pieces_are_the_template_without_its_fields() -> None:
     assert task.query("{label}") == "<{'x'} {label}>\n["
 
 
-def test_a_task_copies_its_labels() -> None:
-    words = list(WORDS)
-    task = al.Task("{text}{label}", words)
-    words.clear()
-    assert task.labels == tuple(WORDS)
-    assert hash(task) == hash(al.Task("{text}{label}", WORDS))
-
-
 def test_demonstrations_are_balanced_and_never_drawn_twice() -> None:
     examples = al.load_examples("questions")
     demos = al.sample_demonstrations(examples, shots=4, seed=3)
@@ -65,8 +54,7 @@ def test_demonstrations_are_balanced_and_never_drawn_twice() -> None:
     assert len(set(demos)) == 24
     assert set(demos) <= set(examples)
     assert [demo.label for demo in demos] != sorted(demo.label or 0 for demo in demos)
-    everything = al.sample_demonstrations(examples, shots=47)
-    assert set(everything) == set(examples)
+    assert set(al.sample_demonstrations(examples, shots=47)) == set(examples)
 
 
 def test_a_seed_fixes_the_draw() -> None:
@@ -81,9 +69,7 @@ def test_a_seed_fixes_the_draw() -> None:
 
 def test_queries_exclude_the_demonstrations() -> None:
     examples = [*EXAMPLES, al.Example("dull", 1)]  # a text that comes twice
-    assert sorted(sample_queries(examples, 2, exclude=EXAMPLES[:1]), key=str) == sorted(
-        EXAMPLES[1:], key=str
-    )
-    with raises(match=r"3 queries are asked for, but only 2 examples are left .*fewer"):
+    assert {*sample_queries(examples, 2, exclude=EXAMPLES[:1])} == {*EXAMPLES[1:]}
+    with pytest.raises(DataError, match=r"3 queries are asked for, but only 2 examples .*fewer"):
         sample_queries(examples, 3, exclude=EXAMPLES[:1])
     assert len(set(sample_queries(al.load_examples("news"), 124))) == 124

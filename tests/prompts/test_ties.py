@@ -50,11 +50,10 @@ def test_ties_are_counted_and_said(kind: str, tied: Any) -> None:
         else:
             records = {"accuracy": al.metrics.loyalty(logits, logits, tokens)}
     assert len([each for each in told if EQUAL in str(each.message)]) == 1
-    found = {name: record.info.get("ties") for name, record in records.items()}
-    for name, ties in found.items():
-        assert ties == (None if name == "segment_attention" else f"{count} of 4 prompts")
+    for name, record in records.items():
+        expected = None if name == "segment_attention" else f"{count} of 4 prompts"
+        assert record.info.get("ties") == expected
 
 
 def test_scores_that_differ_are_no_ties(gpt2: Any) -> None:
-    record = al.run(gpt2, questions(gpt2, 2), [al.Accuracy()], **QUIET)["accuracy"]
-    assert "ties" not in record.info
+    assert "ties" not in al.run(gpt2, questions(gpt2, 2), [al.Accuracy()], **QUIET)["accuracy"].info

@@ -65,11 +65,10 @@ def test_all_numbers_equal_those_of_plain_transformers(
 ) -> None:
     """Also those of random controls, for two sets of demonstrations."""
     model = request.getfixturevalue(name_of_model)
-    make = {"gpt2": tiny_gpt2, "llama": tiny_llama}[name_of_model]
-    weights: Any = make(len(model.tokenizer))
+    weights: Any = {"gpt2": tiny_gpt2, "llama": tiny_llama}[name_of_model](len(model.tokenizer))
     weights.set_attn_implementation("eager")  # the others give out no patterns
     options: dict[str, Any] = {"batch_size": 3, "padding_side": side}
-    batches = [b for seed in (1, 2) for b in questions(model, 5, seed=seed, **options)]
+    batches: Any = [b for seed in (1, 2) for b in questions(model, 5, seed=seed, **options)]
     contexts = THREE | {"all but the first token": partial(al.compress, select=all_but_first)}
     record = ask(model, batches, Compared(contexts, draws=3, seed=5), **QUIET)
     bos = batches[0].begins_with_bos
@@ -77,7 +76,6 @@ def test_all_numbers_equal_those_of_plain_transformers(
     labels = batches[0].label_token_ids
     whole, of_runs, stolen, positions, gold = ([] for _ in range(5))  # of each prompt
     for batch in (batch.padded_right() for batch in batches):
-        assert batch.gold is not None
         start = int(batch.query_start[0])
         demos, nothing = batch.prompt(0).before(start), torch.zeros(start, dtype=torch.bool)
         kept = [al.contexts.selection.anchors_and_format(demos), ~nothing, all_but_first(demos)]
@@ -86,10 +84,8 @@ def test_all_numbers_equal_those_of_plain_transformers(
             tokens = batch.tokens[row][batch.attention_mask[row]]
             alone = torch.cat([tokens[:bos], tokens[start:]])
             runs = [(*plain_run(weights, alone, 0, torch.arange(0)), nothing[:0])]
-            runs += [
-                (*plain_run(weights, tokens, start, (~mask).nonzero()[:, 0]), mask)
-                for mask in (*kept, *drawn)
-            ]
+            for mask in (*kept, *drawn):
+                runs.append((*plain_run(weights, tokens, start, (~mask).nonzero()[:, 0]), mask))
             whole.append(plain_run(weights, tokens, start, torch.arange(0))[0])
             of_runs.append(torch.stack([logits for logits, _, _ in runs]))
             shares = [pattern[..., bos : len(keys)].sum(-1).mean(1) for _, pattern, keys in runs]
@@ -121,8 +117,7 @@ def test_all_numbers_equal_those_of_plain_transformers(
         assert float(getattr(record, f"top_{name}")) == pytest.approx(float(mean[name][best]))
     for kind in ("label", "word"):
         loyalty = mean[f"{kind}_loyalty"]
-        gap = loyalty[:4] - loyalty[4:].mean()
-        assert difference(getattr(record, f"{kind}_gap"), gap) < 1e-6
+        assert difference(getattr(record, f"{kind}_gap"), loyalty[:4] - loyalty[4:].mean()) < 1e-6
     # Keys and values of each layer, of 4 bytes a number.
     channels = {"gpt2": 24, "llama": 2 * 8}[name_of_model]
     numbers = torch.stack(positions).double().mean(0) * 2 * 3 * channels
@@ -134,12 +129,9 @@ def test_all_numbers_equal_those_of_plain_transformers(
 
 
 def test_the_figure_has_a_point_for_each_number_that_is_not_known_by_definition() -> None:
-    made: Any = made_up_record(al.records.ContextsRecord)
-    whole = {"word_overlap": made.word_overlap, "label_kept": made.label_kept, "kl": made.kl}
+    record: Any = made_up_record(al.records.ContextsRecord)
     for name, value in (("word_overlap", 1.0), ("label_kept", 1.0), ("kl", 0.0)):
-        whole[name] = whole[name].clone()
-        whole[name][..., 1] = value  # the second context is the demonstrations
-    record = replace(made, **whole)
+        getattr(record, name)[..., 1] = value  # the second context is the demonstrations
     figure = record.plot()
     assert {trace.type for trace in figure.data} == {"scatter"}
     points, means, dots = (figure.data[k::3] for k in range(3))
@@ -162,9 +154,8 @@ def test_the_figure_has_a_point_for_each_number_that_is_not_known_by_definition(
     axes = [figure.layout[f"yaxis{k}"].title.text for k in ("", 2, 3)]
     assert axes == ["accuracy", "label loyalty", "word loyalty"]
     assert list(figure.layout.xaxis.ticktext)[-1] == "random"
-    none = {f"random_{name}": torch.zeros(0) for name in ("accuracy", "label_loyalty")}
-    none |= {"random_word_loyalty": torch.zeros(0), "random_kl": torch.zeros(0)}
-    alone = replace(record, **none).plot()
+    names = ("accuracy", "label_loyalty", "word_loyalty", "kl")
+    alone = replace(record, **{f"random_{name}": torch.zeros(0) for name in names}).plot()
     assert len(alone.data) == 3 and len(alone.layout.xaxis.ticktext) == 3
 
 
@@ -230,8 +221,7 @@ def test_a_time_is_the_median_of_a_query_after_a_pass_that_is_not_timed(
             now[0] += next(self.durations)
             return torch.zeros(1)
 
-    clock = SimpleNamespace(perf_counter=lambda: now[0])
-    monkeypatch.setattr(context_comparison, "time", clock)
+    monkeypatch.setattr(context_comparison, "time", SimpleNamespace(perf_counter=lambda: now[0]))
     passes: Any = [Pass("a", 100, 1, 2, 9), Pass("b", 100, 40, 20, 32)]
     seconds = context_comparison._seconds_a_query(None, passes, 3)  # type: ignore[arg-type]
     assert seconds.tolist() == [2 / 4, 32 / 4]
@@ -277,11 +267,8 @@ def test_stored_contributions_are_those_of_any_number_of_timed_passes(
 @pytest.mark.slow("many passes")
 def test_queries_of_the_training_are_refused(gpt2: Any, tmp_path: Any) -> None:
     batches = questions(gpt2, 12, batch_size=4)
-    options: dict[str, Any] = {
-        "length": 2,
-        "training": al.contexts.Training(steps=0, progress=False),
-    }
-    prefix = al.train_prefix(gpt2, batches[:1], held_out=batches[1:2], **options)
+    how = al.contexts.Training(steps=1, progress=False)
+    prefix = al.train_prefix(gpt2, batches[:1], how, held_out=batches[1:2], length=2)
     used = "the context 'mine': 4 of these queries were used"
     with pytest.raises(PromptError, match=used), does_not_run(gpt2):
         ask(gpt2, batches[1:], Compared({"mine": prefix}), **QUIET)
@@ -289,9 +276,7 @@ def test_queries_of_the_training_are_refused(gpt2: Any, tmp_path: Any) -> None:
     with pytest.raises(RunError, match=f"no result for contexts: {used}"):
         ask(gpt2, batches[:1], Compared(made), **QUIET)
     assert ask(gpt2, batches[2:], Compared({"mine": prefix}), **QUIET).stolen[0] > 0
-    beta = al.contexts.train_reweighting(
-        gpt2, batches[:1], al.contexts.Training(steps=1, progress=False)
-    )
+    beta = al.contexts.train_reweighting(gpt2, batches[:1], how)
     loaded = al.contexts.Beta.load(beta.save(tmp_path / "beta.safetensors"))
     contexts: list[tuple[Any, type[Exception]]] = [
         (al.contexts.reweight_demonstrations(gpt2, batches[1], loaded), PromptError),

@@ -28,12 +28,7 @@ def context(batch: al.PromptBatch) -> Tensor:
 
 
 def compare(
-    record: Any,
-    model: Any,
-    batches: list[al.PromptBatch],
-    cut: Hooks,
-    draws: Sequence[Hooks],
-    **tolerance: float,
+    record: Any, model: Any, batches: Any, cut: Hooks, draws: Sequence[Hooks], **tolerance: float
 ) -> None:
     """Compare a record with separate runs by TransformerLens only, one for each draw."""
 
@@ -44,10 +39,8 @@ def compare(
         return rows
 
     clean = logits(lambda batch: [])
-    of_cut, *of_draws = (
-        al.metrics.loyalty(clean, logits(hooks), batches[0].label_token_ids)
-        for hooks in (cut, *draws)
-    )
+    words = batches[0].label_token_ids
+    of_cut, *of_draws = (al.metrics.loyalty(clean, logits(of), words) for of in (cut, *draws))
     assert float(of_cut.kl) > 1e-6
     for field in ("label_loyalty", "word_loyalty", "kl", "label_kept", "word_overlap"):
         close(getattr(record, field), getattr(of_cut, field), **tolerance)
@@ -77,8 +70,7 @@ def test_a_sweep_equals_separate_runs(model: Any, cut: Any, control: Any) -> Non
             partial(without, lambda batch, seed=seed: control(batch, cut(batch), seed))
             for seed in (7, 8)
         ]
-        tolerance = {"rtol": 1e-3, "atol": 1e-8}
-        compare(records[name], model, batches, partial(without, cut), draws, **tolerance)
+        compare(records[name], model, batches, partial(without, cut), draws, rtol=1e-3, atol=1e-8)
 
 
 @pytest.mark.quick_cases("many passes", "gpt2")
@@ -104,10 +96,8 @@ def test_isolation_equals_separate_runs(model: Any, site: al.Site, words: dict[s
     record = by_site(ask(model, batches, sweep, **QUIET))["isolated"]
     assert record.info["isolation"] and record.info["seed"] == 11
     isolated = partial(al.isolate_labels, model, site=site, **words)
-    draws = [
-        partial(al.hooks.isolate_random, model, site=site, seed=seed, **words)
-        for seed in range(11, 14)
-    ]
+    random = partial(al.hooks.isolate_random, model, site=site, **words)
+    draws = [partial(random, seed=seed) for seed in range(11, 14)]
     compare(record, model, batches, isolated, draws, rtol=1e-4, atol=1e-5)
 
 
@@ -130,14 +120,11 @@ def test_an_edge_to_bos_is_not_cut_and_none_is_drawn_for_it(llama: Any) -> None:
         return edges.random_keys(prompts, chosen, seed)
 
     def with_bos(prompts: al.PromptBatch) -> Tensor:
-        keys = edges.anchors(prompts) | edges.bos(prompts)
-        return edges.between(edges.target(prompts), keys)
+        return edges.between(edges.target(prompts), edges.anchors(prompts) | edges.bos(prompts))
 
-    sites = {"kept": al.Site(0, keep_bos=True)}
-    kept = al.EdgeSweep(with_bos, sites, control=control, draws=1)
+    kept = al.EdgeSweep(with_bos, {"kept": al.Site(0, keep_bos=True)}, control=control, draws=1)
     record = ask(llama, [batch], kept, **QUIET)
-    plain = al.EdgeSweep(edges.pq, {"kept": al.Site(0)}, draws=1)
-    expected = ask(llama, [batch], plain, **QUIET)
+    expected = ask(llama, [batch], al.EdgeSweep(edges.pq, {"kept": al.Site(0)}, draws=1), **QUIET)
     assert torch.equal(seen[0], edges.pq(batch)) and not torch.equal(seen[0], with_bos(batch))
     for field, values in expected.tensors().items():
         assert torch.equal(getattr(record, field), values)

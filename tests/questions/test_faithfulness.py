@@ -56,9 +56,8 @@ class Additive(ablation.Answers):
     def of(cls, ablation: Any, plan: Any, batch: al.PromptBatch) -> Any:
         zeros, given = torch.zeros(len(batch)).double(), cls.given[batch.index]
         made = cls(ablation, plan, batch, [], given, Likelihood(zeros, zeros), zeros + 1e-12)
-        return replace(
-            made, clean=made.of_kept(torch.ones(len(batch), cls.weights.shape[1]).bool())
-        )
+        everything = torch.ones(len(batch), cls.weights.shape[1]).bool()
+        return replace(made, clean=made.of_kept(everything))
 
     def of_kept(self, kept: Tensor) -> Likelihood:
         y = (kept * self.weights[self.batch.index]).sum(-1).masked_fill(~self.is_given, torch.nan)
@@ -121,13 +120,8 @@ def test_the_best_scores_are_those_of_least_squares() -> None:
 def test_the_weights_of_an_additive_engine_predict_it(gpt2: Any, additive: Any, top: int) -> None:
     batches = questions(gpt2, 7, batch_size=3)
     tau = additive(weights_of(7, 6))
-    scores: Any = {
-        "exact": tau,
-        "minus": -tau,
-        "equal": torch.ones(7, 6),
-        "of batch": lambda batch: tau[batch.index].float(),
-        "tied": tau.round(),
-    }
+    scores: Any = {"exact": tau, "minus": -tau, "equal": torch.ones(7, 6), "tied": tau.round()}
+    scores["of batch"] = lambda batch: tau[batch.index].float()
     with pytest.warns(UserWarning, match=r"'equal': all segments have one score in 7 of 7 prom"):
         record = ask(gpt2, batches, al.Faithfulness(scores, top=top), **QUIET)
     names = [*scores, "random", "best possible"]
@@ -148,13 +142,11 @@ def test_the_weights_of_an_additive_engine_predict_it(gpt2: Any, additive: Any, 
     torch.testing.assert_close(drop["random"], torch.tensor(means).double().mean(1))
     assert drop["equal"].isnan().all() == (top < 6)  # of all segments there is one choice
     torch.testing.assert_close(record.log_prob, tau.sum(1) - 9)
-    torch.testing.assert_close(record.lds, record.lds_of_prompts.mean(0), equal_nan=True)
-    torch.testing.assert_close(record.drop, record.drop_of_prompts.mean(0), equal_nan=True)
-    gaps = record.lds_of_prompts - record.lds_of_prompts[:, :1]
-    torch.testing.assert_close(record.lds_gap, gaps.mean(0), equal_nan=True)
+    for name in ("lds", "drop"):
+        of_prompts = getattr(record, f"{name}_of_prompts")
+        for field, of in ((name, of_prompts), (f"{name}_gap", of_prompts - of_prompts[:, :1])):
+            torch.testing.assert_close(getattr(record, field), of.mean(0), equal_nan=True)
     assert record.lds_gap[0] == 0 and record.lds_gap[1] == pytest.approx(-2)
-    gaps = record.drop_of_prompts - record.drop_of_prompts[:, :1]
-    torch.testing.assert_close(record.drop_gap, gaps.mean(0), equal_nan=True)
     assert record.info["reasons"]["equal"] == "all segments have one score in 7 of 7 prompts"
 
 
@@ -179,9 +171,7 @@ def test_intervals_are_paired_and_prompts_that_say_nothing_are_left_out(
         "known": "it is NaN in 1 of 24 prompts",
         "LDS": "no segment changes the answer of 1 of 24 prompts",
     }
-    gap, alone = (
-        record.intervals[name][1] - record.intervals[name][0] for name in ("lds_gap", "lds")
-    )
+    gap, alone = (record.intervals[name].diff(dim=0)[0] for name in ("lds_gap", "lds"))
     assert gap[1] < alone[1] / 2  # both scores err in the same prompts
     assert not record.intervals["lds_gap"][:, 0].any()
     assert 0.6 < record.intervals["lds"][0, 2] < 1
@@ -200,10 +190,8 @@ def test_more_choices_than_run_have_no_best_one(
     pairs = [[float(sum(of)) for of in combinations(row.tolist(), 2)] for row in tau]
     for drop, sums in zip(record.drop_of_prompts[:, 2].tolist(), pairs, strict=True):
         assert min(abs(drop - each) for each in sums) < 1e-12
-    reasons = record.info["reasons"]
-    assert reasons == {
-        "drop of best possible": "of 15 choices of 2 segments not all run, but of at most 14"
-    }
+    reason = "of 15 choices of 2 segments not all run, but of at most 14"
+    assert record.info["reasons"] == {"drop of best possible": reason}
 
 
 @pytest.mark.parametrize("count", [1, 2])
@@ -222,7 +210,6 @@ def test_few_segments_have_drops_but_no_rank_correlation(
 
 
 def by_hand(model: Any, prompt: al.PromptBatch, subsets: Tensor) -> dict[str, Any]:
-    """LDS and drops of one prompt, with passes, edges and sums written out."""
     parts = [of(prompt)[0].numpy() for of in al.edges.each_demonstration(prompt).values()]
     length, target = prompt.tokens.shape[1], int(prompt.target_positions[0])
     earlier = np.tri(length, k=-1, dtype=bool)  # [query, key]
@@ -414,10 +401,8 @@ def test_a_score_without_a_number_has_a_reason_and_no_empty_panel() -> None:
     assert two.table()["drop in nats"].iloc[2] == "no number: too many"
     (bars,) = two.plot().data
     assert bars.y[:2] == (0.5, 0.25)
-    caption = two.plot().layout.meta["caption"]
-    assert caption == f"{two.caption} There is no LDS: {reason}."
-    nothing = replace(two, drop=nan).plot()
-    assert nothing.layout.meta["sentence"] == f"There is no LDS: {reason}."
+    assert two.plot().layout.meta["caption"] == f"{two.caption} There is no LDS: {reason}."
+    assert replace(two, drop=nan).plot().layout.meta["sentence"] == f"There is no LDS: {reason}."
     assert "no number" not in str(record.table()) and len(record.plot().data) == 2
 
 

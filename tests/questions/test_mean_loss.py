@@ -33,7 +33,6 @@ def late(batch: al.PromptBatch) -> Tensor:
 
 
 def without_heads(model: Any, heads: dict[int, list[int]]) -> Any:
-    """Hooks of a batch that make heads give out zeros at all tokens."""
     zeros = torch.zeros(model.cfg.n_layers, model.cfg.n_heads, model.cfg.d_head)
 
     def hooks(batch: al.PromptBatch) -> Any:
@@ -44,17 +43,15 @@ def without_heads(model: Any, heads: dict[int, list[int]]) -> Any:
 
 
 def plain_losses(model: Any, weights: Any, heads: dict[int, list[int]]) -> Tensor:
-    """The loss of each text in transformers, whose output projections get zeros for heads."""
     size, handles = model.cfg.d_head, []
     for layer, module in weights.named_modules():
         if layer.endswith(("attn.c_proj", "self_attn.o_proj")):
             cut = heads.get(int(layer.split(".")[-3]), [])
 
             def silence(module: Any, inputs: Any, cut: list[int] = cut) -> Any:
-                z = inputs[0].clone()
-                for head in cut:
-                    z[..., head * size : (head + 1) * size] = 0
-                return (z,)
+                z = inputs[0].unflatten(-1, (-1, size)).clone()
+                z[:, :, cut] = 0
+                return (z.flatten(2),)
 
             handles.append(module.register_forward_pre_hook(silence))
     assert len(handles) == model.cfg.n_layers

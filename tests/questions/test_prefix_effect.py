@@ -11,11 +11,7 @@ from torch import Tensor
 
 import anchorlens as al
 from anchorlens.errors import MetricError
-from anchorlens.questions.prefix_effect import (
-    POSITIONS,
-    _sampled,
-    effect_contributions,
-)
+from anchorlens.questions.prefix_effect import POSITIONS, _sampled, effect_contributions
 from anchorlens.questions.prefix_terms import LayerTerms, prefix_runs, terms_of_layer
 from tests.support.asked import ask
 from tests.support.measures import assert_same, contributed, patterns_of
@@ -24,11 +20,6 @@ from tests.support.tiny_models import questions
 QUIET: dict[str, Any] = {"progress": False, "resamples": 0}
 NAN = float("nan")
 ALL = al.PrefixEffect(keys={"all": al.edges.demonstrations})
-
-
-def effect_of(model: Any, batches: list[al.PromptBatch], **options: Any) -> Any:
-    metric = al.PrefixEffect(**options)
-    return al.run(model, batches, [metric], **QUIET)["prefix_effect"]
 
 
 def of_class(batch: al.PromptBatch, number: int) -> Tensor:
@@ -83,16 +74,14 @@ def test_a_prefix_with_all_attention_leaves_no_output_to_compare() -> None:
 
 
 def test_shares_of_attention_sum_to_one(llama: Any) -> None:
-    """The prefix, BOS, and the query, which is everything else."""
     batches = questions(llama, 3)
-    effect = effect_of(llama, batches)
+    effect = ask(llama, batches, al.PrefixEffect(), **QUIET)
     assert effect.stolen_by_segment.sum(-1).allclose(effect.stolen)
     assert effect.axis_names("segment") == ("text", "label", "format", "other")
     means: list[Tensor] = []
     for batch in batches:
         query = al.edges.query(batch)
-        patterns = patterns_of(llama, batch, [])
-        to_query = (patterns * query[:, None, None, None]).sum(-1)
+        to_query = (patterns_of(llama, batch, []) * query[:, None, None, None]).sum(-1)
         for number, rows in enumerate(query):
             means.append(to_query[number][..., rows].mean(-1))
     total = effect.stolen + effect.bos + torch.stack(means).mean(0)
@@ -112,16 +101,6 @@ def test_stolen_by_label_words_is_the_score_of_aucroc(gpt2: Any) -> None:
     assert scores.min() > 1e-4
 
 
-def test_one_token_moves_a_head_along_one_line(gpt2: Any) -> None:
-    batches = questions(gpt2, 6)
-    one = effect_of(gpt2, batches, keys={"one": first_anchors})
-    assert (one.concentration - 1).abs().max() < 1e-6
-    assert (one.effective_rank - 1).abs().max() < 1e-4
-    all_tokens = effect_of(gpt2, batches)
-    assert float(all_tokens.concentration.min()) < 0.99
-    assert float(all_tokens.effective_rank.max()) > 1.05
-
-
 @pytest.mark.parametrize("count", [1, 2, 3])
 def test_prefix_tokens_move_a_head_in_as_many_directions(gpt2: Any, count: int) -> None:
     (batch,) = questions(gpt2, 6)
@@ -133,22 +112,23 @@ def test_prefix_tokens_move_a_head_in_as_many_directions(gpt2: Any, count: int) 
     assert (sizes[:, count] < 1e-6 * sizes[:, 0]).all()
 
 
-def test_a_prefix_that_is_masked_does_nothing(llama: Any) -> None:
+def test_a_prefix_that_is_masked_or_not_there_does_nothing(llama: Any) -> None:
     batch = questions(llama, 4)[0]
     metric = al.PrefixEffect()
     segments, rows = metric.segments_of(batch), metric.rows_of(batch)
     cut = al.edges.between(al.edges.query(batch), segments.any(1))
     masked = al.contexts.QueryPass(batch, None, al.block_edges(llama, batch, cut, range(3)))
-    given = effect_contributions(llama, masked, segments, rows)
-    effect = metric.result(al.Contributions(given))
-    for name in ("stolen", "direct", "indirect"):
-        assert not getattr(effect, name).any(), name
-    for name in ("concentration", "effective_rank", "spread"):
-        assert getattr(effect, name).isnan().all(), name
+    effect = metric.result(al.Contributions(effect_contributions(llama, masked, segments, rows)))
+    nothing = ask(llama, [batch], al.PrefixEffect(context=al.contexts.NoContext()), **QUIET)
+    for each in (effect, nothing):
+        for name in ("stolen", "direct", "indirect"):
+            assert not getattr(each, name).any(), name
+        for name in ("concentration", "effective_rank", "spread"):
+            assert getattr(each, name).isnan().all(), name
+    assert (nothing.bos > 0).all()
 
 
 def rows_by_hand(taken: Tensor, within: Tensor, ids: list[int]) -> al.Contributions:
-    """Contributions of one layer, one head and one segment."""
     count = len(taken)
     ones, known = torch.ones(count, 1, 1), torch.ones(count, 1)
     weights = torch.full((count, 1, POSITIONS), torch.nan)
@@ -223,9 +203,12 @@ def test_a_pattern_is_drawn_without_the_prefix_with_it_and_rescaled(llama: Any) 
     assert with_prefix[:, ~inside].allclose((1 - stolen)[:, None] * without[:, ~inside], atol=1e-6)
 
 
-def test_what_one_token_moves_lies_on_a_line_in_the_figure(llama: Any) -> None:
+def test_what_one_token_moves_lies_on_a_line_also_in_the_figure(llama: Any) -> None:
     batch = questions(llama, 4)[0]
     one = al.PrefixEffect(keys={"one": first_anchors})
+    effect, of_all = (ask(llama, [batch], asked, **QUIET) for asked in (one, al.PrefixEffect()))
+    assert (effect.concentration - 1).abs().max() < 1e-6 and of_all.concentration.min() < 0.99
+    assert (effect.effective_rank - 1).abs().max() < 1e-4 and of_all.effective_rank.max() > 1.05
     (dots,) = one.plot_directions(llama, batch, -1, 0).data
     assert len(dots.x) == int(al.edges.query(batch).sum())
     assert max(map(abs, dots.y)) < 1e-6 * max(map(abs, dots.x))
@@ -251,8 +234,7 @@ def test_a_context_of_some_tokens_acts_as_these_keys(gpt2: Any) -> None:
     """It acts as the whole prompt without the edges from the query to the other tokens."""
     batches = questions(gpt2, 4)
     context = al.compress(gpt2, batches[0], select=al.contexts.selection.anchors_and_format)
-    asked = al.PrefixEffect(context=context, rows=al.edges.target)
-    effect = ask(gpt2, batches, asked, **QUIET)
+    effect = ask(gpt2, batches, al.PrefixEffect(context=context, rows=al.edges.target), **QUIET)
     (batch,) = batches
     metric = al.PrefixEffect(
         keys={"context": lambda batch: al.edges.demonstrations(batch) & selected(batch, context)},
@@ -266,8 +248,8 @@ def test_a_context_of_some_tokens_acts_as_these_keys(gpt2: Any) -> None:
     for name in ("stolen", "direct", "concentration", "effective_rank", "spread"):
         assert getattr(effect, name).allclose(getattr(expected, name), atol=1e-5), name
     assert (effect.indirect - expected.indirect).abs().max() < 1e-5
-    whole = al.run(gpt2, batches, [al.PrefixEffect(rows=al.edges.target)], **QUIET)
-    assert float((whole["prefix_effect"].stolen - effect.stolen).min()) > 0
+    whole = ask(gpt2, batches, al.PrefixEffect(rows=al.edges.target), **QUIET)
+    assert float((whole.stolen - effect.stolen).min()) > 0
 
 
 @pytest.mark.slow("many passes")
@@ -305,26 +287,18 @@ def selected(batch: al.PromptBatch, context: al.contexts.CompressedContext) -> T
     return mask
 
 
-def test_nothing_before_the_query_does_nothing(llama: Any) -> None:
-    nothing = al.PrefixEffect(context=al.contexts.NoContext())
-    effect = ask(llama, questions(llama, 3), nothing, **QUIET)
-    for name in ("stolen", "direct", "indirect"):
-        assert not getattr(effect, name).any(), name
-    assert (effect.bos > 0).all()
-    assert effect.concentration.isnan().all() and effect.spread.isnan().all()
-
-
 @pytest.mark.slow("many passes")
 def test_wrong_contexts_and_rows_are_refused(gpt2: Any) -> None:
     batches = questions(gpt2, 3)
-    context = al.compress(gpt2, batches[0])
-    with pytest.raises(MetricError, match="positions of every query"):
-        ask(gpt2, batches, al.PrefixEffect(context=context, rows=al.edges.demonstrations), **QUIET)
     parts: Any = al.PrefixEffect().keys
     no_text = al.compress(gpt2, batches[0], select=al.contexts.selection.label_words)
-    with pytest.raises(MetricError, match="hold no token of some prompt"):
-        asked = al.PrefixEffect(context=no_text, keys={"text": parts["text"]})
-        ask(gpt2, batches, asked, **QUIET)
+    wrong: list[tuple[Any, str]] = [
+        ({"rows": al.edges.demonstrations}, "positions of every query"),
+        ({"keys": {"text": parts["text"]}}, "hold no token of some prompt"),
+    ]
+    for given, message in wrong:
+        with pytest.raises(MetricError, match=message):
+            ask(gpt2, batches, al.PrefixEffect(context=no_text, **given), **QUIET)
     for draw in (al.PrefixEffect.plot_pattern, al.PrefixEffect.plot_directions):
         with pytest.raises(MetricError, match="there is no prefix"):
             draw(al.PrefixEffect(context=al.contexts.NoContext()), gpt2, batches[0], 0, 0)
@@ -334,9 +308,8 @@ def test_wrong_contexts_and_rows_are_refused(gpt2: Any) -> None:
 def test_the_figures_of_a_context_name_its_keys(llama: Any) -> None:
     """Learned keys belong to no token; those of a hard prompt do, and BOS is not learned."""
     batches = questions(llama, 2, batch_size=1)
-    learned = al.train_prefix(
-        llama, batches[:1], training=al.contexts.Training(steps=0), held_out=batches[1:], length=2
-    )
+    how = al.contexts.Training(steps=0)
+    learned = al.train_prefix(llama, batches[:1], how, held_out=batches[1:], length=2)
     tokens = al.contexts.hard_prompts.of_tokens(llama, [300, 301], held_out=batches)
     names = []
     for context in (learned, tokens):

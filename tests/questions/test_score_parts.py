@@ -41,44 +41,27 @@ class Plain(NamedTuple):
 
 def parts_of_llama(weights: Any, ids: Tensor, layer: int) -> Plain:
     seen, is_gemma = dict[Any, Any](), hasattr(weights.model.layers[0], "pre_feedforward_layernorm")
-    handles = []
+
+    def watch(module: Any, *key: Any) -> None:
+        def store(module: Any, args: Any, kwargs: Any, output: Any) -> None:
+            seen[key] = args, kwargs, output[0] if isinstance(output, tuple) else output
+
+        module.register_forward_hook(store, with_kwargs=True)
+
     for n, block in enumerate(weights.model.layers):
-        norms = ("post_attention_layernorm", "post_feedforward_layernorm")
-        last = (
-            [getattr(block, each) for each in norms] if is_gemma else [block.self_attn, block.mlp]
-        )
-        for name, module in zip(("attn", "mlp"), last, strict=True):
-
-            def store(module: Any, inputs: Any, output: Any, key: Any = (name, n)) -> None:
-                seen[key] = output[0] if isinstance(output, tuple) else output
-
-            handles.append(module.register_forward_hook(store))
-
-        def attended(module: Any, inputs: Any, output: Any, key: Any = ("attended", n)) -> None:
-            seen[key] = output[0]
-
-        handles.append(block.self_attn.register_forward_hook(attended))
-
-        def before(module: Any, inputs: Any, output: Any, key: Any = ("norm", n)) -> None:
-            seen[key] = inputs[0]
-
-        handles.append(block.input_layernorm.register_forward_hook(before))
-
-        def called(module: Any, args: Any, kwargs: Any, key: Any = ("rotation", n)) -> None:
-            seen[key] = kwargs["position_embeddings"]
-
-        handles.append(block.self_attn.register_forward_pre_hook(called, with_kwargs=True))
+        watch(block.input_layernorm, "norm", n)
+        watch(block.self_attn, "attended", n)
+        watch(block.post_attention_layernorm if is_gemma else block.self_attn, "attn", n)
+        watch(block.post_feedforward_layernorm if is_gemma else block.mlp, "mlp", n)
     final = weights.model.norm
-    handles.append(final.register_forward_pre_hook(lambda _, args: seen.update(last=args[0])))
+    watch(final, "last", 0)
     weights.config._attn_implementation = "eager"
     with torch.no_grad():
         pattern = weights(ids, output_attentions=True).attentions[layer][0]
-    for handle in handles:
-        handle.remove()
-    parts = [seen["norm", 0][0]]
-    parts += [seen[name, n][0] for n in range(layer) for name in ("attn", "mlp")]
+    parts = [seen["norm", 0][0][0][0]]
+    parts += [seen[name, n][2][0] for n in range(layer) for name in ("attn", "mlp")]
     block = weights.model.layers[layer]
-    attention, resid = block.self_attn, seen["norm", layer][0]
+    attention, resid = block.self_attn, seen["norm", layer][0][0][0]
 
     def held(values: Tensor, whole: Tensor, norm: Any) -> Tensor:
         weight = norm.weight.double() + is_gemma
@@ -93,7 +76,7 @@ def parts_of_llama(weights: Any, ids: Tensor, layer: int) -> Plain:
 
     queries = projected(attention.q_proj, getattr(attention, "q_norm", None))
     keys = projected(attention.k_proj, getattr(attention, "k_norm", None))
-    cos, sin = (each.double() for each in seen["rotation", layer])
+    cos, sin = (each.double() for each in seen["attended", layer][1]["position_embeddings"])
     queries, keys = (apply_rotary_pos_emb(each, each, cos, sin)[0] for each in (queries, keys))
     groups = queries.shape[1] // keys.shape[1]
     values = projected(attention.v_proj, None)
@@ -104,9 +87,11 @@ def parts_of_llama(weights: Any, ids: Tensor, layer: int) -> Plain:
         of_keys = pattern[:, query, :, None].double() * values
         written = torch.einsum("phkd,mhd->phkm", of_keys, output)
         if is_gemma:
-            whole = seen["attended", layer][0, query]
+            whole = seen["attended", layer][2][0, query]
             written = held(written, whole, block.post_attention_layernorm)
-        return (held(written, seen["last"][0, query], final) @ weights.lm_head.weight.T).detach()
+        return (
+            held(written, seen["last", 0][0][0][0, query], final) @ weights.lm_head.weight.T
+        ).detach()
 
     return Plain((queries * attention.scaling).detach(), keys, values, pattern, logits)
 
@@ -280,14 +265,9 @@ def test_a_record_answers_and_draws(gpt2: Any) -> None:
     batches = questions(gpt2, 12)
     record = al.run(gpt2, batches, [al.ScoreParts(1, heads=[1, 0])], progress=False)["score_parts"]
     assert record.axis_names("head") == ("1.0", "1.1") and record.at_key.shape == (2, 4)
-    answer = record.answer("")
-    assert (
-        answer is not None
-        and answer.sentence.startswith("Head 1.")
-        and " from MLPs" in answer.sentence
-    )
-    figure = record.plot()
-    assert [trace.name for trace in figure.data[1:]] == ["head 1.0", "head 1.1"]
+    answer: Any = record.answer("")
+    assert answer.sentence.startswith("Head 1.") and " from MLPs" in answer.sentence
+    assert [trace.name for trace in record.plot().data[1:]] == ["head 1.0", "head 1.1"]
     assert (record.at_key.sum(1) - record.contrast).abs().max() <= 1e-4
 
 

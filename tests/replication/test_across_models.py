@@ -6,6 +6,7 @@ from collections.abc import Callable
 from math import nan
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock, call
 
 import pytest
 import torch
@@ -28,7 +29,6 @@ WARNED = pytest.mark.filterwarnings(
 
 
 def rows(record: al.records.AcrossModelsRecord) -> dict[str, tuple[str, str]]:
-    """Everything that a record says of each model."""
     frame = record.to_frame().drop(columns="quantity")
     missing = record.info["missing"]
     return {
@@ -38,7 +38,6 @@ def rows(record: al.records.AcrossModelsRecord) -> dict[str, tuple[str, str]]:
 
 
 def compared(model: Any, record: al.records.AcrossModelsRecord, name: str, results: Any) -> None:
-    """A row says what ``claims`` says of this model alone."""
     claims, k = al.claims(results), record.info["models"].index(name)
     assert [claim.statement for claim in claims] == record.info["claims"] == [*LIMITS]
     for number, claim in enumerate(claims):
@@ -50,8 +49,7 @@ def compared(model: Any, record: al.records.AcrossModelsRecord, name: str, resul
         assert record.limit[number] == claim.limit
         assert list(Verdict)[int(record.verdict[k, number])] == claim.verdict
         assert record.info["reasons"][k][number] == f"{claim.reason}; for {claim.scope}"
-    accuracy = results["anchor_distances"].estimate("accuracy")
-    assert record.estimate("accuracy", k) == accuracy
+    assert record.estimate("accuracy", k) == results["anchor_distances"].estimate("accuracy")
 
 
 @pytest.mark.slow("many passes")
@@ -63,16 +61,15 @@ def test_a_row_is_what_the_claims_of_the_model_alone_say(
     folder, weights = tmp_path / "llama", tiny_llama(len(sentencepiece_like))
     for part in (weights, sentencepiece_like):
         part.save_pretrained(folder)
-    examples = al.load_examples("questions")
-    task = al.TASKS["trec"]
-    shared: dict[str, Any] = {"queries": 12, "seeds": [3], "batch_size": 5, **QUICK, **QUIET}
-    stored = shared | {"folder": tmp_path / "rows"}
+    task, examples = al.TASKS["trec"], al.load_examples("questions")
+    drawn: dict[str, Any] = {"queries": 12, "seeds": [3], "batch_size": 5}
+    stored = {**drawn, **QUICK, **QUIET, "folder": tmp_path / "rows"}
     given = {"first": gpt2, "none": tmp_path / "none", "second": folder}
     with counted_passes() as fresh:
         record = al.replication.across_models(given, task, examples, **stored)
     assert f"failed: there is no folder '{tmp_path}/none'" in record.info["missing"]["none"]
     for name, model in {"first": gpt2, "second": llama}.items():
-        batches = al.sample_prompts(model, task, examples, queries=12, seeds=[3], batch_size=5)
+        batches = al.sample_prompts(model, task, examples, **drawn)
         compared(model, record, name, al.analyse(model, batches, **QUICK, **QUIET))
 
     with counted_passes() as passes:
@@ -109,22 +106,19 @@ def test_a_model_is_freed_before_the_next_is_loaded(byte_level: Any) -> None:
             raise torch.OutOfMemoryError("tried to allocate")
         return al.sample_prompts(tokenizer, "sentiment", queries=3)
 
-    record = al.replication.across_models(
-        given, prompts, **QUIET, **QUICK, keep=lambda record: kept.append(record.info["models"])
-    )
+    keep: Any = lambda record: kept.append(record.info["models"])  # noqa: E731
+    record = al.replication.across_models(given, prompts, **QUIET, **QUICK, keep=keep)
     gc.collect()
     assert loading.alive == [0, 0, 0]
     assert not any(reference() for reference in loading.loaded)
     assert record.info["missing"]["too few layers"] == "failed: OutOfMemoryError: tried to allocate"
     assert kept == [["whole"], ["whole", "too few layers"], [*given]]
     assert "no result for anchor_distances" in record.info["warnings"]["whole"]
-    reasons = record.info["reasons"][0]
-    assert reasons[4] == "the model gives no such result; a warning says why"
+    assert record.info["reasons"][0][4] == "the model gives no such result; a warning says why"
 
 
-def of_model(**changes: Any) -> dict[str, al.Record]:
-    """Records of a model that does the task."""
-    records: dict[str, Any] = {"flows": flows(), "attention": attention(), "keys": distances()}
+def of_model(**changes: Any) -> dict[str, Any]:
+    records = {"flows": flows(), "attention": attention(), "keys": distances()}
     return {**records, "first 2 layers": isolation(), **changes}
 
 
@@ -155,13 +149,9 @@ def found(gpt2: Any, monkeypatch: pytest.MonkeyPatch) -> al.records.AcrossModels
 
 
 def test_verdicts_are_those_of_claims(found: al.records.AcrossModelsRecord) -> None:
-    agrees, differs, unknown = 0, 1, 2
-    assert found.verdict.tolist() == [
-        [agrees] * 6,
-        [differs, differs, agrees, agrees, differs, agrees],
-        [unknown] * 6,
-        [agrees, agrees, agrees, unknown, unknown, agrees],
-    ]
+    # 0 is "agrees", 1 "does not agree", and 2 "cannot tell".
+    expected = [[0] * 6, [1, 1, 0, 0, 1, 0], [2] * 6, [0, 0, 0, 2, 2, 0]]
+    assert found.verdict.tolist() == expected
     assert found.number[:, 1].tolist() == [3, 1, 3, 3]
     assert found.limit.tolist() == [*LIMITS.values()]
     assert found.number[3].isnan().tolist() == [False, False, False, True, True, False]
@@ -252,19 +242,14 @@ def test_mistakes_are_found_before_weights_are_loaded(
 @pytest.mark.slow("many passes")
 @WARNED
 def test_each_model_is_loaded_at_each_revision(monkeypatch: pytest.MonkeyPatch) -> None:
-    calls: list[tuple[Any, ...]] = []
-
-    def load(*given: Any, **options: Any) -> Any:
-        calls.append((*given, options))
-        raise ModelError("not there")
-
+    load = Mock(side_effect=ModelError("not there"))
     monkeypatch.setattr(several_models, "load_model", load)
     options: dict[str, Any] = {"device": None, "device_map": "auto", "dtype": torch.float64}
-    record = al.replication.across_models(
-        ["x/a", "b"], "sentiment", queries=2, revisions=["s1", "main"], **options, **QUIET
-    )
+    asked = {"queries": 2, "revisions": ["s1", "main"], **options, **QUIET}
+    record = al.replication.across_models(["x/a", "b"], "sentiment", **asked)
     names = [(model, revision) for model in ("x/a", "b") for revision in ("s1", "main")]
-    assert calls == [(model, {**options, "revision": revision}) for model, revision in names]
+    expected = [call(model, **options, revision=revision) for model, revision in names]
+    assert load.call_args_list == expected
     assert record.info["models"] == [f"{model}@{revision}" for model, revision in names]
     assert [*record.info["missing"].values()] == ["failed: not there"] * 4
 

@@ -20,7 +20,6 @@ def accuracies(resamples: int = 0) -> al.Results:
 
 
 def contexts(names: Sequence[str] = NAMES, **changes: Any) -> Any:
-    """Contexts of these names, and two draws of random words."""
     shapes = {"context": len(names), "draw": 2, "layer": 2, "prompt": 4}
     kind = al.records.ContextsRecord
     sizes = {name: [shapes[axis] for axis in axes] for name, axes in kind.axes().items()}
@@ -36,8 +35,7 @@ def cells(text: str, title: str) -> list[list[str]]:
 
 
 def test_published_rows_of_the_same_tasks_follow_those_of_the_model() -> None:
-    found = {"emo": accuracies(), "sentiment": accuracies()}
-    text = al.replication.paper_tables(found)
+    text = al.replication.paper_tables({"emo": accuracies(), "sentiment": accuracies()})
     assert "Bundled examples, not the paper's data: sentiment (as SST-2)." in text
     assert cells(text, "Table 1")[:9] == [
         ["EmoC", "sentiment (as SST-2)"],
@@ -87,8 +85,7 @@ def test_table_2_has_a_group_for_each_task_and_the_means_of_the_paper() -> None:
 def test_table_3_divides_times() -> None:
     times = {"seconds": torch.tensor([8.0, 2.0]), "whole_seconds": torch.tensor(6.0)}
     record = contexts(("cached", "compressed"), **times)
-    text = al.replication.paper_tables({"emo": al.Results(times=record)})
-    assert cells(text, "Table 3")[:5] == [
+    assert cells(al.replication.paper_tables({"emo": al.Results(times=record)}), "Table 3")[:5] == [
         ["EmoC"],
         ["this model"],
         ["against the whole prompt", "3.00"],
@@ -97,14 +94,10 @@ def test_table_3_divides_times() -> None:
     ]
 
 
-def test_a_task_that_the_paper_has_not_has_no_published_values() -> None:
-    """Not even one that is named as the paper's average."""
+def test_tables_without_records_or_published_values_are_left_out() -> None:
     text = al.replication.paper_tables({"average": accuracies(), "mine": al.Results()})
     assert "in the paper\n" not in text and "average" in text and "mine" not in text
-
-
-def test_tables_without_records_are_left_out() -> None:
-    titles = [section.title.partition(".")[0] for section in paper_sections({"emo": accuracies()})]
-    assert titles == ["Table 1"]
-    assert al.replication.paper_tables({"sentiment": al.Results()}) == ""
-    assert al.replication.paper_tables({}) == ""
+    [section] = paper_sections({"emo": accuracies()})
+    assert section.title.startswith("Table 1.")
+    for empty in ({"sentiment": al.Results()}, {}):
+        assert al.replication.paper_tables(empty) == ""

@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -64,7 +65,6 @@ Draws = tuple[list[al.Example], list[al.Example], list[al.Example]]
 
 
 def draw_examples(seed: int) -> Draws:
-    """Demonstrations, training examples and queries."""
     demos = al.sample_demonstrations(EXAMPLES, 1, seed)
     rest = [example for example in EXAMPLES if example not in demos]
     training = al.sample_demonstrations(rest, 4, seed)
@@ -112,7 +112,6 @@ def test_the_figures_are_the_records_of_all_seeds(found: al.Results, model: Any)
 
 @pytest.mark.slow("many passes")
 def test_table_1_equals_plain_transformers(found: al.Results, byte_level: Any) -> None:
-    """Vanilla and more shots are compared with plain transformers."""
     weights, right = weights_for(byte_level), dict[str, list[torch.Tensor]]()
     for seed in SEEDS:
         demos, training, queries = draw_examples(seed)
@@ -192,7 +191,6 @@ def drawn(seed: int = 3) -> DrawnTask:
 
 
 def test_no_text_is_drawn_twice() -> None:
-    """This holds also if a text occurs twice, or among the examples for queries."""
     twice = [*EXAMPLES, *(replace(example) for example in EXAMPLES)]
     draws = drawn_of({"emotions": (twice, EXAMPLES)}, {}, 12, SEEDS)["emotions"]
     for draw in draws:
@@ -232,8 +230,7 @@ def test_more_shots_takes_as_many_demonstrations_as_fit(
     of_labels = [[each for each in base.training if each.label == label] for label in range(4)]
     chosen = [examples[:2] for examples in of_labels]
     expected = [example for example in base.training if any(example in group for group in chosen)]
-    longer = base._replace(demonstrations=[*base.demonstrations, *expected])
-    three = longer.prompts(model)
+    three = base._replace(demonstrations=[*base.demonstrations, *expected]).prompts(model)
     longest = max(int(batch.attention_mask.sum(1).max()) for batch in three)
     if limited == "model":
         monkeypatch.setattr(model.cfg, "n_ctx", longest)
@@ -249,16 +246,9 @@ def test_more_shots_takes_as_many_demonstrations_as_fit(
 
 
 def test_shots_and_letters_are_other_prompts(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The letters are label words, and the queries stay."""
-    given: list[list[al.PromptBatch]] = []
-
-    def analysed(model: Any, batches: list[al.PromptBatch], **options: Any) -> al.Results:
-        given.append(batches)
-        return al.Results()
-
-    monkeypatch.setattr(papers, "analyse", analysed)
+    monkeypatch.setattr(papers, "analyse", analysed := Mock(return_value=al.Results()))
     al.paper(model, EMOTIONS, seeds=[3], parts=["two shots", "letters as labels"], **QUICK)
-    draw = drawn()
+    draw, given = drawn(), [call.args[1] for call in analysed.call_args_list]
     for batches, shots, words in zip(given, (2, 8), (TASK.first_words, "ABCD"), strict=True):
         demos = al.sample_demonstrations(draw.rest, shots, 3)
         assert len(demos) == 4 * shots and not set(demos) & set(draw.queries)

@@ -37,13 +37,10 @@ def test_a_part_that_fails_leaves_the_others(model: Any, monkeypatch: pytest.Mon
     kept: list[tuple[str, str]] = []
     parts = ["table 1", "table 3", "table 2"]
     with pytest.raises(RunError) as raised:
-        al.paper(
-            model, EMOTIONS, parts=parts, keep=lambda *given: kept.append(given[:2]), **QUICK_ONE
-        )
-    assert str(raised.value) == (
-        "no result, or not all, for emotions, table 1: no more; emotions, table 2: CUDA out of "
-        "memory"
-    )
+        keep: Any = lambda *given: kept.append(given[:2])  # noqa: E731
+        al.paper(model, EMOTIONS, parts=parts, keep=keep, **QUICK_ONE)
+    failures = "emotions, table 1: no more; emotions, table 2: CUDA out of memory"
+    assert str(raised.value) == f"no result, or not all, for {failures}"
     found = raised.value.results
     assert [*found] == ["emotions"] and [*found["emotions"]] == ["times"]
     assert kept == [("emotions", "times")]
@@ -69,9 +66,7 @@ def test_what_is_stored_is_read_and_another_run_is_refused(
 
     def found(**options: Any) -> al.Results:
         with counted_passes() as ran:
-            records = al.paper(
-                model, EMOTIONS, parts=parts, folder=tmp_path, **{**QUICK_ONE, **options}
-            )
+            records = al.paper(model, EMOTIONS, parts=parts, folder=tmp_path, **QUICK_ONE | options)
         passes.append(len(ran))
         return records["emotions"]
 

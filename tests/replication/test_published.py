@@ -8,13 +8,10 @@ import pytest
 
 from anchorlens.replication.beside_published import Published, published
 
-DOCS = Path(__file__).parents[2] / "docs"
-TASKS = ("sst2", "trec", "agnews", "emo")
-
 
 def page(name: str, *after: str) -> str:
     """The text of a page in one line, after each of some texts in turn."""
-    text = " ".join((DOCS / name).read_text("utf-8").split())
+    text = " ".join((Path(__file__).parents[2] / "docs" / name).read_text("utf-8").split())
     for start in after:
         text = text.partition(start)[2]
         assert text, f"{start!r} stands no more in docs/{name}"
@@ -29,7 +26,7 @@ def test_averages_are_those_of_the_printed_columns() -> None:
     averages = {}
     for row, values in published("anchors", "table_1")["GPT2-XL"].items():
         averages[row] = values["average"].value
-        of_tasks = fmean(values[task].value for task in TASKS)
+        of_tasks = fmean(values[task].value for task in ("sst2", "trec", "agnews", "emo"))
         assert averages[row] == pytest.approx(of_tasks, abs=0.005), row
     assert averages == {"vanilla": 51.90, "more shots": 46.87, "re-weighted": 68.64}
     compressed = published("anchors", "table_2")["GPT2-XL"]

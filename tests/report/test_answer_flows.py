@@ -19,13 +19,12 @@ from tests.support.tiny_models import questions
 EVIL = "</script><script>alert('a & b')</script>"
 TOKENS = torch.tensor([[5, 9, 11, 3, 40, 7, 21, 8, 30, 14]])
 SEGMENTS = [0, 0, 0, -1, 1, 1, 2, 2, 2, 2]
-NAMES = ["question", "step", "answer"]
 POSITIONS = [6, 7, 8, 9]
 RUNS = [(0, 3), (3, 4), (4, 6), (6, 10)]  # of one segment
 
 
 def prompt() -> al.PromptBatch:
-    return al.PromptBatch.from_segments(TOKENS, [SEGMENTS], NAMES)
+    return al.PromptBatch.from_segments(TOKENS, [SEGMENTS], ["question", "step", "answer"])
 
 
 @pytest.fixture
@@ -81,8 +80,7 @@ def test_numbers_are_the_saliency_of_the_loss_of_each_token(exact_gpt2: Any) -> 
                 assert_rounded([mean], [float(weights[keys].mean())])
         if layer >= 0:
             means = [torch.nan if mean is None else mean for mean in read["means"][:3]]
-            exact = flows.read[step, layer].tolist()
-            assert means == pytest.approx(exact, rel=6e-3, nan_ok=True)
+            assert means == pytest.approx(flows.read[step, layer].tolist(), rel=6e-3, nan_ok=True)
     assert [step["loss"] for step in data["steps"]] == flows.loss.tolist()
     assert [step["position"] for step in data["steps"]] == POSITIONS
 
@@ -98,16 +96,14 @@ def test_weights_below_0_count_by_their_size(gpt2: Any) -> None:
         assert read["keys"] == keys.tolist()
         assert_rounded(read["sizes"], weights[keys].tolist())
         assert sum(read["shares"]) == pytest.approx(1, abs=0.01)
-        question = weights[:3].abs().sum() / weights.abs().sum()
-        assert_rounded(read["shares"][:1], [float(question)])
+        assert_rounded(read["shares"][:1], [float(weights[:3].abs().sum() / weights.abs().sum())])
 
 
 def test_a_long_text_has_the_strongest_tokens_and_says_their_share(
     flows: al.records.StepFlowsRecord, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(answer_flows, "STORED", 2 * 4 * 4)  # two for each step and layer
-    short = data_of(al.plot_answer(flows).page())
-    for step, layer, read in reads(short):
+    for step, layer, read in reads(data_of(al.plot_answer(flows).page())):
         if layer >= 0:
             weights = flows.read_of_tokens[step, layer]
             strongest = weights.topk(2).values
@@ -120,8 +116,7 @@ def test_a_long_text_has_the_strongest_tokens_and_says_their_share(
 
 
 def test_the_second_token_of_a_text_reads_nothing(gpt2: Any) -> None:
-    segments = [[0, 1] + [-1] * 8]
-    alone = al.PromptBatch.from_segments(TOKENS, segments, ["first", "answer"])
+    alone = al.PromptBatch.from_segments(TOKENS, [[0, 1] + [-1] * 8], ["first", "answer"])
     page = al.plot_answer(al.step_flows(gpt2, alone, "answer"))
     assert page.positions == [1]
     assert {read.share for layer in page.layers for read in layer} == {0.0}
@@ -140,8 +135,7 @@ def test_tokens_without_weight_are_not_the_strongest(flows: al.records.StepFlows
 
 def test_segments_and_tokens_are_those_of_the_record(gpt2: Any, tmp_path: Path) -> None:
     batch = questions(gpt2, 3)[0].prompt(1)
-    whole = al.step_flows(gpt2, batch, "query")
-    assert al.plot_answer(whole).names == segment_names.SEGMENTS
+    assert al.plot_answer(al.step_flows(gpt2, batch, "query")).names == segment_names.SEGMENTS
     some = al.step_flows(gpt2, batch, "query", segments={"labels": al.edges.anchors})
     page = al.plot_answer(type(some).load(some.save(tmp_path / "flows.safetensors")))
     assert page.names == ("labels", "no segment")

@@ -4,7 +4,6 @@ import re
 from collections.abc import Iterable
 from importlib.resources import files
 from itertools import combinations
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -12,9 +11,6 @@ import pytest
 from anchorlens.prompts import segment_names
 from anchorlens.prompts.prompt_html import PROMPT_CSS
 from anchorlens.results.figure_parts import PALETTE
-
-STATIC = Path(str(files("anchorlens"))) / "report" / "static"
-TEXTS = ("text", "soft", "link", "good", "bad", "open")
 
 # Machado, Oliveira and Fernandes (2009), severity 1, on linear RGB.
 BLIND = {
@@ -59,7 +55,7 @@ def lab(rgb: np.ndarray) -> np.ndarray:
 
 def variables(name: str) -> list[dict[str, str]]:
     """The colours of a style sheet, for light pages and for dark ones."""
-    text = (STATIC / name).read_text()
+    text = files("anchorlens").joinpath("report", "static", name).read_text()
     light, dark = text.partition("@media print")[0].split("prefers-color-scheme: dark")
     return [dict(re.findall(r"--(\w+): (#[0-9a-f]{3,6})", part)) for part in (light, dark)]
 
@@ -67,7 +63,7 @@ def variables(name: str) -> list[dict[str, str]]:
 @pytest.mark.parametrize("scheme", [0, 1], ids=["light", "dark"])
 def test_texts_have_enough_contrast(scheme: int) -> None:
     page, prompt = (variables(name)[scheme] for name in ("page.css", "prompt.css"))
-    for name in TEXTS:
+    for name in ("text", "soft", "link", "good", "bad", "open"):
         for ground in ("back", "panel"):
             assert contrast(page[name], page[ground]) >= 4.5, (name, ground)
     for name in ("into", "out"):  # names of rows, too
@@ -79,9 +75,7 @@ def test_texts_have_enough_contrast(scheme: int) -> None:
 @pytest.mark.parametrize("scheme", [0, 1], ids=["light", "dark"])
 def test_kinds_of_arcs_and_lines_differ_for_colour_blind_readers(kind: str, scheme: int) -> None:
     prompt = variables("prompt.css")[scheme]
-    of_arcs = [prompt[name] for name in ("into", "out", "other")]
-    of_lines = PALETTE[:4]
-    for colors in (of_arcs, of_lines):
+    for colors in ([prompt[name] for name in ("into", "out", "other")], PALETTE[:4]):
         seen = [lab(np.array(BLIND[kind]) @ linear(color)) for color in colors]
         for (a, first), (b, second) in combinations(zip(colors, seen, strict=True), 2):
             assert np.linalg.norm(first - second) >= 12, (kind, a, b)  # 2.3 is just noticeable
@@ -111,10 +105,7 @@ def tinted(name: str, ground: str) -> str:
 
 # A light page, JupyterLab dark, VS Code dark; the lightness of the text, and how much it covers.
 GROUNDS = {"#ffffff": (0, 87), "#111111": (255, 87), "#1e1e1e": (204, 100)}
-SEGMENTS = [f"segment-{number}" for number in range(6)]
-
-
-NAMES = (segment_names.SEGMENTS, [*SEGMENTS, "segment-none"])
+NAMES = (segment_names.SEGMENTS, [*(f"segment-{number}" for number in range(6)), "segment-none"])
 
 
 @pytest.mark.parametrize("ground", GROUNDS)

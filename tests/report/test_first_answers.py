@@ -7,10 +7,10 @@ import pytest
 import torch
 
 import anchorlens as al
-from anchorlens.questions.faithfulness import FaithfulnessRecord
 from anchorlens.report.answer import answer_of
 from anchorlens.report.claims import LIMITS, NEEDED
 from anchorlens.results.answer import Answer
+from tests.support.made_up_records import made_up_record
 from tests.support.tiny_models import questions, tiny_gpt2, tiny_llama
 
 
@@ -27,12 +27,9 @@ def test_nothing_is_told_of_random_weights(make: Any, byte_level: Any, hooked: A
     records = al.run(model, questions(model, 12), asked, progress=False, resamples=20)
     right = records["accuracy"].estimate("accuracy").percent()
     for name in ("contexts", "faithfulness"):
-        answer = answer_of([records[name], records["accuracy"]], [])
-        assert answer is not None
+        answer: Any = answer_of([records[name], records["accuracy"]], [])
         assert "one set of demonstrations: intervals do not speak of other sets" in answer.limits
-        # Without accuracy nothing is known of it.
-        alone = answer_of([records[name]], [])
-        assert alone is not None
+        alone: Any = answer_of([records[name]], [])  # without accuracy nothing is known of it
         if name == "contexts":
             assert answer.sentence.startswith("This cannot be told: the model")
             assert "is not known: run Accuracy" in alone.sentence
@@ -44,10 +41,8 @@ def test_nothing_is_told_of_random_weights(make: Any, byte_level: Any, hooked: A
     # Of a model that does the task, the same records tell.
     contexts, faithfulness = records["contexts"], records["faithfulness"]
     whole = contexts.estimate("whole_accuracy").percent()
-    of_contexts, of_scores = contexts.answer(""), faithfulness.answer("")
-    assert of_contexts is not None and of_scores is not None
-    assert of_contexts.sentence.startswith(f"After the demonstrations {whole} of the queries")
-    told = of_scores.sentence
+    of_contexts, told = (each.answer("").sentence for each in (contexts, faithfulness))  # type: ignore[union-attr]
+    assert of_contexts.startswith(f"After the demonstrations {whole} of the queries")
     assert f"one by one {faithfulness.estimate('lds', 0)}" in told and "Random scores have" in told
 
 
@@ -69,8 +64,7 @@ def test_across_models_the_answer_names_the_models_that_do_the_task() -> None:
             "missing": {"c": "unable", "d": "failed: no file"},
         },
     )
-    answer = record.answer("")
-    assert answer.sentence.endswith(
+    assert record.answer("").sentence.endswith(
         "Of 4 models 2 do the task. Isolating the label words in the first layers changes a larger "
         "share of predictions than isolating random words: yes for a (+0.25 [+0.12, +0.38]); no "
         "for b (+0.25 [+0.12, +0.38])."
@@ -87,28 +81,15 @@ def test_across_models_the_answer_names_the_models_that_do_the_task() -> None:
 def test_faithfulness_names_the_scores_that_are_above_random_ones() -> None:
     def told(*values: float, low: float) -> str:
         lds = torch.tensor([*values, 0.1, 0.9])
-        fields = {name: lds for name in ("lds", "lds_gap", "drop", "drop_gap")}
-        of_prompts = {"lds_of_prompts": lds[None], "drop_of_prompts": lds[None]}
-        record = FaithfulnessRecord(
-            **fields,
-            **of_prompts,
-            **dict.fromkeys(("log_prob", "log_odds"), torch.zeros(1)),
-            scores=lds[:, None],
-            **dict.fromkeys(("scores_of_prompts", "errors_of_prompts"), lds[None, :, None]),
-            info={"scores": ["a", "b", "random", "best possible"], "prompts": 1},
-            intervals={"lds": torch.stack([lds - low, lds + low])},
-        )
-        answer = record.answer("")
-        assert answer is not None
-        return answer.sentence
+        info = {"scores": ["a", "b", "random", "best possible"], "prompts": 1}
+        record: Any = made_up_record(al.records.FaithfulnessRecord)
+        ends = {"lds": torch.stack([lds - low, lds + low])}
+        return str(replace(record, lds=lds, intervals=ends, info=info).answer("").sentence)
 
-    assert "(LDS), more than random scores: b 0.80 [0.75, 0.85]; not clearly more: a 0.12 [" in (
-        told(0.12, 0.8, low=0.05)
-    )
-    assert (
-        "(LDS), none is clearly above random scores: b 0.80 [0.40, 1.20] and a 0.12 [-0.28, 0.52]. "
-        "Random scores have 0.10"
-    ) in told(0.12, 0.8, low=0.4)
+    clear = "(LDS), more than random scores: b 0.80 [0.75, 0.85]; not clearly more: a 0.12 ["
+    assert clear in told(0.12, 0.8, low=0.05)
+    vague = "none is clearly above random scores: b 0.80 [0.40, 1.20] and a 0.12 [-0.28, 0.52]. Ran"
+    assert f"(LDS), {vague}dom scores have 0.10" in told(0.12, 0.8, low=0.4)
 
 
 def test_a_report_begins_with_the_answer_given_or_of_a_record(gpt2: Any, tmp_path: Any) -> None:

@@ -17,7 +17,6 @@ from tests.support.tiny_models import questions
 
 
 def drawn(figure: Any, panel: int, shape: tuple[int, ...]) -> Tensor:
-    """The number of each line of a panel, at its two ends."""
     found, axis = torch.zeros(shape, dtype=torch.double), "x" if panel == 0 else "x2"
     for line in figure.data:
         if line.mode == "lines" and (line.xaxis or "x") == axis:
@@ -29,18 +28,16 @@ def drawn(figure: Any, panel: int, shape: tuple[int, ...]) -> Tensor:
     return found
 
 
-@pytest.mark.parametrize("name", ["gpt2", "llama"])
-def test_lines_are_sums_of_saliency_over_layers_on_one_scale(name: str, request: Any) -> None:
-    model = request.getfixturevalue(name)
+@pytest.mark.parametrize("model", ["gpt2", "llama"], indirect=True)
+def test_lines_are_sums_of_saliency_over_layers_on_one_scale(model: Any) -> None:
     batch = questions(model, count=2)[0]
-    flows = al.plot_prompt(model, batch, 1)
-    assert flows.sums is not None
+    flows: Any = al.plot_prompt(model, batch, 1)
     saliency = al.saliency(model, batch.prompt(1))[0].double().tril(-1)
     figure, ends = flows.figure(), shallow_and_deep(len(saliency))
     expected = torch.stack([saliency[end].sum(0) for end in ends])
     torch.testing.assert_close(flows.sums, expected, rtol=1e-6, atol=1e-6 * float(expected.max()))
     title = figure.layout.title.text
-    assert batch.begins_with_bos == (name == "llama") == ("without those from BOS (" in title)
+    assert batch.begins_with_bos == ("without those from BOS (" in title)
     if batch.begins_with_bos:
         of_bos = flows.sums[..., 0].sum() / flows.sums.sum()
         assert 0.01 < of_bos < 0.99 and f"BOS ({of_bos:.0%});" in title
@@ -53,8 +50,7 @@ def test_lines_are_sums_of_saliency_over_layers_on_one_scale(name: str, request:
         shown = [float(in_digits(each)) for each in sums[panel][is_drawn]]
         assert lines[is_drawn].tolist() == shown
         assert sums[panel][~is_drawn].max() <= lightest * (1 + 1e-6)
-    darkness = {line.opacity for line in figure.data if line.mode == "lines"}
-    assert max(darkness) == 1
+    assert max({line.opacity for line in figure.data if line.mode == "lines"}) == 1
     in_legend = {line.name: line.opacity for line in figure.data if line.showlegend}
     assert len(in_legend) == 3 == len([line for line in figure.data if line.showlegend])
     for name, opacity in in_legend.items():
@@ -70,16 +66,15 @@ def test_lines_are_sums_of_saliency_over_layers_on_one_scale(name: str, request:
     assert len(words) == 3  # label words, the target, and others
 
 
-@pytest.mark.parametrize("name", ["gpt2", "llama"])
-def test_a_prompt_without_label_words_has_arcs_between_segments(name: str, request: Any) -> None:
-    model = request.getfixturevalue(name)
+@pytest.mark.parametrize("model", ["gpt2", "llama"], indirect=True)
+def test_a_prompt_without_label_words_has_arcs_between_segments(model: Any) -> None:
     pieces: list[tuple[str | None, str]] = [("question", "Who wrote it?"), (None, "\n")]
     pieces += [("label", " Nobody knows"), ("end", " course.")]
     [batch] = al.build_segments(model.tokenizer, [pieces])
     loss = al.losses.span_cross_entropy("label")
     flows = al.plot_prompt(model, batch, loss=loss)
     texts = [text for *_, text in flows.parts]
-    first = ["<bos>"] if name == "llama" else []
+    first = ["<bos>"] * batch.begins_with_bos
     assert texts == [*first, "Who wrote it?", "␣", "Nobody knows", "course."]
     saliency = al.saliency(model, batch, loss=loss)[0].double().tril(-1)
     parts = [k for k, (first, last, *_) in enumerate(flows.parts) for _ in range(first, last + 1)]
@@ -89,7 +84,7 @@ def test_a_prompt_without_label_words_has_arcs_between_segments(name: str, reque
         sums = torch.zeros_like(expected[0]).double()
         sums[arcs.queries, arcs.keys] = torch.tensor(arcs.sizes).double()
         torch.testing.assert_close(sums, expected[layer], rtol=1e-5, atol=1e-8)
-    assert flows.start == int(expected.sum((1, 2)).argmax()) == (name == "gpt2")
+    assert flows.start == int(expected.sum((1, 2)).argmax()) == (not batch.begins_with_bos)
     assert flows.data()["ends"] == "between parts" and "into a label word" not in flows.page()
     assert "question" in flows.fragment() and "Who wrote it?\n Nobody" in flows.query
     traces = flows.figure().data

@@ -39,15 +39,13 @@ def test_a_graph_has_the_flows_and_what_viewers_read(gpt2: Any) -> None:
 
     [expected] = al.saliency(gpt2, batch.prompt(1))
     start = batch.prompt(1).tokens.shape[1] - len(flows.tokens)
-    seen = 0
     for link in graph["links"]:
         source, target = nodes[link["source"]], nodes[link["target"]]
         layer = 0 if source["layer"] == "E" else int(source["layer"])
         assert int(target["layer"]) == layer + 1
         number = expected[layer, target["ctx_idx"] + start, source["ctx_idx"] + start]
         assert link["weight"] == pytest.approx(float(number), rel=1e-4)
-        seen += 1
-    assert seen > 50
+    assert len(graph["links"]) > 50
     strongest = max(graph["links"], key=lambda link: link["weight"])["weight"]
     off_diagonal = expected * (1 - torch.eye(expected.shape[-1]))
     assert strongest == pytest.approx(float(off_diagonal.max()), rel=1e-4)

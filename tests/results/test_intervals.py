@@ -50,8 +50,7 @@ def test_the_sizes_of_sets_decide_whether_prompts_or_sets_are_drawn(
     assert (population.units, len(population.strata), population.name) == (units, strata, name)
     assert (len(population.sets.unique()) == 1) == pooled
     if not pooled:
-        same = sets[:, None] == sets
-        assert torch.equal(population.sets[:, None] == population.sets, same)
+        assert torch.equal(population.sets[:, None] == population.sets, sets[:, None] == sets)
 
 
 @pytest.mark.parametrize(
@@ -85,8 +84,7 @@ def test_prompts_that_repeat_are_one(sizes: list[int], copies: int, units: int, 
         torch.testing.assert_close(repeated.intervals[field], once.intervals[field], equal_nan=True)
     # With copies the variance of a share is that of resamples, which chance makes larger or not.
     low, high = repeated.intervals["label_loyalty"]
-    expected = once.intervals["label_loyalty"].diff(dim=0)
-    assert float(high - low) > 0.8 * float(expected)
+    assert float(high - low) > 0.8 * float(once.intervals["label_loyalty"].diff(dim=0))
 
 
 def test_resamples_of_three_units_have_the_enumerated_probabilities() -> None:
@@ -116,8 +114,7 @@ def test_tails_of_intervals_equal_values_by_hand() -> None:
     # Of unequal strata the smaller decides: (1/100 + 1/10)**2 / (1/(100**2 * 99) + 1/(10**2 * 9)).
     freedom = 0.0121 / (1 / 990_000 + 1 / 900)
     shrunk = 0.11 / (0.99 / 100 + 0.9 / 10)
-    expected = norm.cdf(-sqrt(shrunk) * t.ppf(0.975, freedom))
-    assert tail(100, 10) == pytest.approx(expected, abs=1e-9)
+    assert tail(100, 10) == pytest.approx(norm.cdf(-sqrt(shrunk) * t.ppf(0.975, freedom)), abs=1e-9)
 
 
 @pytest.mark.parametrize(("right", "count"), [(0, 1), (1, 1), (0, 7), (7, 7), (4, 5), (190, 200)])
@@ -183,13 +180,12 @@ def test_a_single_prompt_has_intervals_of_shares_only() -> None:
     assert str(record.estimate("kl")) == "1.00"
     assert str(record.estimate("label_loyalty")) == "1.00 [0.21, 1.00]"
     assert str(record.estimate("label_kept", 0)) == "1.00"
-    wrong: tuple[tuple[str, list[Any], str], ...] = (
+    for name, index, message in (
         ("kl", [0], r"estimate\('kl'\); got 'kl', 0"),
         ("label_kept", [], r"estimate\('label_kept', prompt\); got 'label_kept'"),
         ("label_kept", ["a"], r"estimate\('label_kept', prompt\); got 'label_kept', 'a'"),
         ("none", [], "one of label_loyalty, .*; got 'none'"),
-    )
-    for name, index, message in wrong:
+    ):
         with pytest.raises(MetricError, match=f"an index of each of its axes: expected {message}"):
             record.estimate(name, *index)
 
@@ -212,25 +208,16 @@ def test_a_run_of_few_prompts_warns_of_its_intervals_once(gpt2: Any) -> None:
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class Trials(al.Record):
-    """Means of many series, averaged over sets, as a user's metric may give them."""
-
     mean: Float[Tensor, " series"] = al.kinds.mean("value")
     share: Float[Tensor, " series"] = al.kinds.share("right")
     gain: Float[Tensor, " series"] = al.kinds.difference("other", "right")
 
 
-@pytest.mark.parametrize(
-    ("sizes", "effect"),
-    [
-        ([20], 0.0),
-        ([1] * 20, 0.0),
-        ([2] + [1] * 18, 0.0),
-        ([20, 2], 0.0),
-        ([20, 20, 20], 1.0),
-        ([5] * 20, 0.0),
-        ([5] * 20, 1.0),
-    ],
-)
+WITHOUT_EFFECT = [[20], [1] * 20, [2] + [1] * 18, [20, 2], [5] * 20]
+SIZES = [*((sizes, 0.0) for sizes in WITHOUT_EFFECT), ([20, 20, 20], 1.0), ([5] * 20, 1.0)]
+
+
+@pytest.mark.parametrize(("sizes", "effect"), SIZES)
 def test_intervals_contain_the_true_value(sizes: list[int], effect: float) -> None:
     """The nominal share is 95 of 100. An earlier version had 12 if two prompts shared a set."""
     generator = torch.Generator().manual_seed(1)
@@ -266,8 +253,6 @@ def test_intervals_contain_the_true_value(sizes: list[int], effect: float) -> No
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class Words(al.Record):
-    """Many series of word overlaps at once."""
-
     loyalty: Float[Tensor, " layer"] = al.kinds.mean("word_overlap", 0, 1)
 
 
@@ -479,5 +464,4 @@ def test_percentiles_are_as_wide_as_those_of_the_units_that_tell_a_number(count:
         assert bounds.isnan().all()
         return
     tail = norm.cdf(-sqrt(count / (count - 1)) * t.ppf(0.975, count - 1))
-    expected = np.quantile(resampled, [tail, 1 - tail], axis=0)
-    assert bounds.numpy() == pytest.approx(expected)
+    assert bounds.numpy() == pytest.approx(np.quantile(resampled, [tail, 1 - tail], axis=0))
