@@ -24,7 +24,7 @@ from .output import say
 PICTURES = 4  # of single prompts, in a report
 
 
-def make_folders(out: Path, tasks: Iterable[str] = ()) -> None:
+def make_folders(out: Path, tasks: Iterable[str]) -> None:
     """Make the folder of ``--out`` and those of tasks in it, before anything is computed."""
     for folder in (out, *(out / task for task in tasks)):
         failed = "be a folder"

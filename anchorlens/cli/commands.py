@@ -8,7 +8,7 @@ import inspect
 import re
 import sys
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import fields
 from functools import wraps
@@ -222,22 +222,21 @@ def main() -> None:
         status = _status()
     if results.reason:
         line = f"error: the standard output cannot be written: {results.reason}"
-        stored = "; all files are in --out" if "--out" in _options_of(sys.argv[1:]) else ""
-        say(f"{line}{stored if not status else ''}", err=True)
+        stored = "; all files are in --out" if not status and "--out" in _options() else ""
+        say(f"{line}{stored}", err=True)
     sys.exit(status or int(bool(results.reason)))
 
 
 def _status() -> int:
     """Run the command that the arguments call; return its exit status."""
-    options, said = _options_of(sys.argv[1:]), set[str]()
+    options, said = _options(), set[str]()
 
     def line_of(message: Warning | str, *_: Any, **__: Any) -> str:
         """A warning, once however often it comes."""
         text = printable(f"warning: {in_words_of_the_command(str(message), options)}\n")
-        if text in said:
-            return ""
+        is_new = text not in said
         said.add(text)
-        return text
+        return text * is_new
 
     warnings.formatwarning = line_of
     try:
@@ -260,9 +259,9 @@ def _status() -> int:
     return 1
 
 
-def _options_of(arguments: Sequence[str]) -> set[str]:
+def _options() -> set[str]:
     """The options of the command that the arguments call."""
     commands: dict[str, Any] = getattr(typer.main.get_command(app), "commands", {})
-    name = next((argument for argument in arguments if argument in commands), "")
+    name = next((argument for argument in sys.argv[1:] if argument in commands), "")
     parameters = getattr(commands.get(name), "params", ())
     return {option for parameter in parameters for option in parameter.opts}

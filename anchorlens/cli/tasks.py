@@ -27,29 +27,17 @@ from .wording import in_words_of_the_command
 
 
 class ChosenTask(NamedTuple):
-    """A task of a command.
+    """A task of a command."""
 
-    Attributes:
-        name: Its name in the folder of --out.
-        task: Its template and label words.
-        examples: For demonstrations and for queries.
-        entries: The entries of a file of it.
-        given: What named it.
-        is_proposed: Whether they were found in the data, so that label words may change.
-        columns: Which columns were taken then, and which others may be meant.
-        is_unsure: Whether another column may as well hold the classes.
-        processor: The processor of the images of the examples; None if they have none.
-    """
-
-    name: str
+    name: str  # in the folder of --out
     task: Task
     examples: Examples
-    entries: dict[str, Any]
-    given: str
-    is_proposed: bool = False
-    columns: str = ""
-    is_unsure: bool = False
-    processor: Any = None
+    entries: dict[str, Any]  # of a file of it
+    given: str  # what named it
+    is_proposed: bool = False  # whether it was found in the data, so that label words may change
+    columns: str = ""  # which were taken then, and which others may be meant
+    is_unsure: bool = False  # whether another column may as well hold the classes
+    processor: Any = None  # of the images of the examples; None if they have none
 
     def source(self, out: Path) -> str:
         """What names the task in a command: its name, or its file."""

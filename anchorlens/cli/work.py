@@ -53,6 +53,7 @@ from .trained_contexts import (
     COMPARED,
     OTHER_TOKENS,
     TRAINED,
+    UNTRAINED,
     check_other_tokens,
     draws_without_overlap,
     other_tokens,
@@ -61,7 +62,6 @@ from .trained_contexts import (
     texts_of,
     trained_contexts,
     training_records,
-    untrained_contexts,
 )
 
 LONGEST_WRITTEN = 24  # tokens
@@ -226,7 +226,7 @@ def contexts(options: Contexts) -> Asked:
         with planned(steps_of_parts(batches, options)):
             trained = trained_contexts(model, batches, options, rows)
             factors = reweighted(model, batches, options, rows)
-            compared = {**untrained_contexts(), "re-weighted": factors, **trained}
+            compared = {**UNTRAINED, "re-weighted": factors, **trained}
             options.output.note(f"{task}, {queries} queries, {len(compared)} contexts")
             question = ContextComparison(compared, draws=options.draws)
             asked: dict[str, list[Question]] = {COMPARED: [question, Accuracy()]}
