@@ -16,8 +16,6 @@ JsonEntries = dict[str, Any]
 
 
 class Found(NamedTuple):
-    """What a command finds of a task."""
-
     task: str  # its name
     answer: Answer  # what is said first, and what to try next
     tables: Sequence[Section]  # what is printed below

@@ -27,8 +27,6 @@ from .wording import in_words_of_the_command
 
 
 class ChosenTask(NamedTuple):
-    """A task of a command."""
-
     name: str  # in the folder of --out
     task: Task
     examples: Examples
@@ -44,10 +42,7 @@ class ChosenTask(NamedTuple):
         return str(out / f"{self.name}.toml") if self.is_proposed else self.given
 
     def command(self, name: str, options: OfTask, out: Path) -> str:
-        """The command of a name for this task, with all options that decide numbers.
-
-        If the task is proposed, its file is in a folder, and says all of data and columns.
-        """
+        """The command of a name for this task, with all options that decide numbers."""
         given = dict(vars(options))
         for each in ("fresh", "quiet", "as_json", "tasks"):
             given.pop(each, None)
@@ -262,10 +257,7 @@ def _class(word: str) -> str | int:
 def queries_that_fit(
     chosen: ChosenTask, used: int, wanted: int | None, most: int, even: bool
 ) -> int:
-    """``--queries``, or else all examples beside those that are used, at most ``most``.
-
-    Those that are even over classes end with the rarest.
-    """
+    """``--queries``, or else all examples beside those that are used, at most ``most``."""
     texts = [(example.text, example.image) for example in chosen.examples.tests]
     # An example that is used takes all examples with its text and image.
     repeats = sorted(Counter(texts).values(), reverse=True)

@@ -89,7 +89,6 @@ def steps_of_parts(prompts: Prompts, options: Contexts) -> dict[str, int | float
 
 
 def training_of(name: str, options: Contexts, folder: Path) -> Training:
-    """How a context is trained."""
     return Training(
         steps=options.steps,
         seed=options.seed,

@@ -67,7 +67,6 @@ def classes_in(columns: Table, label: str, path: Path) -> Sequence[Any]:
 
 
 def refuse_no_rows(columns: Table, source: str | Path) -> None:
-    """Raise an error for columns without a row."""
     if not any(columns.values()):
         raise DataError(f"{source} has no rows; expected a text and its class in each row")
 
@@ -197,10 +196,7 @@ def _decoded(data: bytes, path: Path) -> str:
 
 
 def _cure_of_encoding(data: bytes, path: Path) -> str:
-    """How bytes that are not UTF-8 become UTF-8; a conversion is tried before it is advised.
-
-    Of several, that is advised which gives more ASCII, and then more letters inside words.
-    """
+    """How bytes that are not UTF-8 become UTF-8; a conversion is tried before it is advised."""
     if program := next((name for magic, name in _PACKED.items() if data.startswith(magic)), None):
         return f"it is compressed: unpack it with {program}"
     cure = "save it as UTF-8 (in Excel: Save As, 'CSV UTF-8 (Comma delimited)')"
@@ -278,8 +274,6 @@ def shortened(value: Any) -> str:
 
 
 class FileReader(NamedTuple):
-    """How files of a kind become columns."""
-
     read: Callable[[bytes, Path], Table]
     has_types: bool  # else all cells are text
     code: Callable[[Path], tuple[str, str]]  # in Python, that reads rows and that writes others

@@ -66,10 +66,9 @@ def with_images(
         demonstrations have other images are other sets of demonstrations.
 
     Raises:
-        PromptError: A prompt has more or fewer placeholders than images, there is no list of images
-            for it, an image cannot be read, Pillow is missing, ``processor`` is none of images
-            (such as a tokenizer), the tokenizer does not know the placeholder as one token, or the
-            text around it would merge with the tokens of the image.
+        PromptError: A prompt has other placeholders than images, an image cannot be read, Pillow is
+            missing, ``processor`` is none of images, or a placeholder is not one token or would
+            merge with the text around it.
 
     Examples:
         >>> asked = al.Task("<image> {text} ->{label}", labels=[" Human", " Location"])
@@ -124,8 +123,6 @@ def image_of(source: Any) -> Any:
 
 
 class _Shown(NamedTuple):
-    """An image of a prompt."""
-
     source: Any  # held, so that no other object gets its id
     image: Any
     digest: int
@@ -297,7 +294,6 @@ def _table(rows: Sequence[Sequence[int]], width: int, padding: int) -> Tensor:
 
 
 def _digest(image: Any) -> int:
-    """A number for the pixels of an image."""
     pixels = hashlib.sha256(repr(image.size).encode() + image.tobytes()).digest()
     return int.from_bytes(pixels[:7], "big")
 

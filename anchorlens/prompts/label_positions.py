@@ -124,13 +124,8 @@ def encode(
 ) -> tuple[list[int], list[Span], list[bool]]:
     """Token ids, the characters [start, end) of each token, and which the tokenizer has added.
 
-    A token begins where the previous token ended, so that " Positive" includes its space.
-
-    Args:
-        tokenizer: A fast tokenizer.
-        text: Any text.
-        adds_special_tokens: Whether the tokenizer adds its BOS.
-        as_text: Characters that are added tokens, and are read as characters.
+    A token begins where the previous token ended, so that " Positive" includes its space. Added
+    tokens that stand ``as_text`` are read as characters.
     """
     if not as_text:
         return _encoded(tokenizer, text, adds_special_tokens)
