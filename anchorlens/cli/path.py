@@ -157,8 +157,7 @@ def _check_depth(options: Any, layers: int) -> None:
     depth = getattr(options, "depth", None)
     if depth is not None and depth > layers:
         raise HookError(
-            f"--depth {depth} is more than the {layers} layers of the model; isolate fewer at each "
-            "end"
+            f"--depth {depth} is more than the {layers} layers of the model; isolate fewer"
         )
 
 

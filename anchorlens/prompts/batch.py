@@ -464,8 +464,7 @@ class PromptBatch:
         if segments is None:
             if len(names) != 1:
                 raise PromptError(
-                    f"segments= says which of the segments {list(names)} a token is in; without it "
-                    "all tokens are in one"
+                    f"segments= says which of the segments {list(names)} a token is in; give it"
                 )
             mask = torch.ones_like(tokens) if attention_mask is None else attention_mask
             segments = mask.long() - 1
@@ -643,15 +642,12 @@ def check_prompts(*batches: PromptBatch) -> None:
         if not (has_tokens := batch.attention_mask.any(1)).all():
             raise PromptError(f"prompt {int((~has_tokens).nonzero()[0])} is padding only")
         if (batch.tokens < 0).any():
-            raise PromptError(
-                "tokens must be whole numbers from 0, also under padding; got "
-                f"{int(batch.tokens.min())}"
-            )
+            least = int(batch.tokens.min())
+            raise PromptError(f"tokens are whole numbers from 0, also under padding; got {least}")
         for name in ("inputs", "pictures"):
             if (count := len(getattr(batch, name))) not in (0, len(batch)):
                 raise PromptError(
-                    f"{name} of a batch are one for each of its {len(batch)} prompts, or none; got "
-                    f"{count}"
+                    f"{name} are one for each of {len(batch)} prompts, or none; got {count}"
                 )
         _check_inputs(batch)
         _check_segments(batch)

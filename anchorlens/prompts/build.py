@@ -87,15 +87,13 @@ def build_prompts(
         text = write_prompt(tokenizer, pieces, control, task.adds_special_tokens)
         if not text.end:
             raise PromptError(
-                f"query {index} is empty, and so is the template before {{label}}, so that there "
-                "is no token at which the label is predicted; put a word before {label} or drop "
-                "the query"
+                f"query {index} is empty, and so is the template before {{label}}, where the label "
+                "is predicted; put a word before {label} or drop the query"
             )
         if text.query_start is None:
             raise PromptError(
                 f"the tokenizer gives no tokens for the query {text.end!r}; leave query {index} "
-                "out, or, if it gives none for any text, add its files (such as tokenizer.json) "
-                "to the folder of the model"
+                "out, or, if it gives none for any text, add its files to the folder of the model"
             )
         written.append(text)
     words = query_label_tokens(tokenizer, task, written, sets, examples)
@@ -113,8 +111,7 @@ def build_prompts(
         )
         if not drop_too_long or not prompts:
             raise PromptError(
-                f"{count} {names}; use fewer or shorter demonstrations, or drop_too_long=True in "
-                "Python"
+                f"{count} {names}; use fewer or shorter demonstrations, or drop_too_long=True"
             )
         warn_user(f"{count} and are left out {names}")
     return _batches(
@@ -287,8 +284,7 @@ def _prompt_of_pieces(
         if name is not None and k not in piece_of_token:
             raise PromptError(
                 f"the piece {text!r} of segment {name!r} in prompt {number} has no token of its "
-                "own: it is empty, or a part of a token of the next piece; join the two, or move "
-                "the space between them"
+                "own: it is empty or in a token of the next piece; join both, or move their space"
             )
     segments = [PADDING if k < 0 else of_names[k] for k in piece_of_token]
     return _Prompt(written.tokens, segments, number, bool(written.added[0]))

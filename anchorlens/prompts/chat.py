@@ -93,10 +93,8 @@ class ChatTask(Task):
                 f"{', '.join(sorted(_NO_OPTIONS))}; got {self.options!r}"
             )
         if not isinstance(self.options.get(_AS_TEXT, False), bool):
-            raise PromptError(
-                f"{_AS_TEXT} in the options of a chat task must be True or False; got "
-                f"{self.options[_AS_TEXT]!r}"
-            )
+            got = self.options[_AS_TEXT]
+            raise PromptError(f"{_AS_TEXT} in the options must be True or False; got {got!r}")
         object.__setattr__(self, "options", dict(self.options))
         try:
             datetime.strptime(self.date, "%Y-%m-%d")

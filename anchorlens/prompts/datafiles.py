@@ -175,24 +175,19 @@ def _decoded(data: bytes, path: Path) -> str:
     encoding = json.detect_encoding(data)
     try:
         text = data.decode(encoding)
-        if "\0" in text:
-            number = len(re.findall(_LINE_END, text[: text.index("\0")])) + 1
-            raise DataError(
-                f"{path} is not UTF-8 text: line {number} has a zero byte; "
-                f"{_cure_of_encoding(data, path)}"
-            )
-        return text
     except UnicodeDecodeError as error:
         if not encoding.startswith("utf-8"):
             raise DataError(
                 f"{path} begins as {encoding.upper()} text, but cannot be read as such: {error}; "
                 "save it as UTF-8"
             ) from error
-        number = len(re.findall(_LINE_END.encode(), data[: error.start])) + 1
-        raise DataError(
-            f"{path} is not UTF-8 text: line {number} has the byte 0x{data[error.start]:02x}; "
-            f"{_cure_of_encoding(data, path)}"
-        ) from error
+        before, fault = data[: error.start], f"the byte 0x{data[error.start]:02x}"
+    else:
+        if "\0" not in text:
+            return text
+        before, fault = text[: text.index("\0")].encode(), "a zero byte"
+    number, cure = len(re.findall(_LINE_END.encode(), before)) + 1, _cure_of_encoding(data, path)
+    raise DataError(f"{path} is not UTF-8 text: line {number} has {fault}; {cure}")
 
 
 def _cure_of_encoding(data: bytes, path: Path) -> str:

@@ -108,10 +108,8 @@ def demonstrations_by_query(
                 "(sample_demonstrations does)"
             )
         if len(demos) != len(sets[0]):
-            raise PromptError(
-                "sets of demonstrations must have the same size; got "
-                f"{len(sets[0])} and {len(demos)}"
-            )
+            sizes = f"{len(sets[0])} and {len(demos)}"
+            raise PromptError(f"sets of demonstrations must have the same size; got {sizes}")
     return sets
 
 

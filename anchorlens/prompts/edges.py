@@ -238,9 +238,8 @@ def pairs(batch: PromptBatch, pairs: Pairs | Sequence[Pairs]) -> EdgeSet:
         for query, key in of_prompt:
             if not 0 <= key < query < count:
                 raise PromptError(
-                    "a pair is (query, key), numbers of tokens from 0, and the key is the earlier "
-                    f"one; got ({query}, {key}) for prompt {number} of the batch, which has "
-                    f"{count} tokens"
+                    "a pair is (query, key), counted from 0, and the key is the earlier one; got "
+                    f"({query}, {key}) for prompt {number} of the batch, which has {count} tokens"
                 )
             chosen.append((number, start + query, start + key))
     count, length = batch.tokens.shape

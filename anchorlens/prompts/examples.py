@@ -154,8 +154,7 @@ def load_examples(
         return _examples(columns, name, text, label, classes, image)
     if image is not None and not _is_file(source):
         raise DataError(
-            f"image={image!r} names a column of paths, which only a file or rows have; {name} is "
-            "neither"
+            f"image={image!r} names a column, which only a file or rows have; {name} is neither"
         )
     if not isinstance(source, Path) and name in BUNDLED:
         with as_file(files("anchorlens") / "data" / f"{name}.jsonl") as path:
@@ -178,9 +177,8 @@ def load_examples(
     hub = HUB_SOURCES.get(name) or HubSource(name, text, label)
     if name in HUB_SOURCES and (text, label) != ("text", "label"):
         raise DataError(
-            f"the columns of {name!r}, a task of the paper, are known, but the columns {text!r} "
-            f"and {label!r} came with it; leave them out, or name the data set on the hub "
-            f"({hub.path!r})"
+            f"the columns of {name!r}, of the paper, are known, but {text!r} and {label!r} came "
+            f"with it; leave them out, or name the data set on the hub ({hub.path!r})"
         )
     split = hub.test if split == "test" else split or "train"
     return _examples(_read_hub(hub, split), hub.path, hub.text, hub.label, classes)

@@ -87,9 +87,8 @@ def place_of(processor: Any) -> str:
     place = getattr(processor, "boi_token", None) or getattr(processor, "image_token", None)
     if not isinstance(place, str) or not hasattr(processor, "tokenizer"):
         raise PromptError(
-            "a processor of images has a tokenizer and an image_token, as "
-            "transformers.AutoProcessor gives it; got a "
-            f"{type(processor).__name__}"
+            "a processor of images has a tokenizer and an image_token, as that of "
+            f"transformers.AutoProcessor; got a {type(processor).__name__}"
         )
     return place
 
@@ -253,9 +252,8 @@ def _prompt(
     if number >= len(images) or len(places) != len(images[number]):
         given = len(images[number]) if number < len(images) else "no list of"
         raise PromptError(
-            f"prompt {number} has {len(places)} placeholders of images ({writer.place!r} in its "
-            f"text), but {given} images; give for each query the images of its whole prompt, also "
-            "of the demonstrations"
+            f"prompt {number} has {len(places)} placeholders of images ({writer.place!r}), but "
+            f"{given} images; give those of its whole prompt, also of the demonstrations"
         )
     shown = [reader.read(image) for image in images[number]]
     runs, inputs = writer.write([each.image for each in shown])

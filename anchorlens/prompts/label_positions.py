@@ -67,8 +67,7 @@ class WrittenPrompt(NamedTuple):
                 f"label word {word!r} merges with what stands {side} it in the token "
                 f"{tokenizer.convert_ids_to_tokens(self.tokens[wrong])!r} "
                 f"({self.text[slice(*spans[wrong])]!r}), so it has no position of its own; put the "
-                "space into the label word (' Positive', template 'Sentiment:{label}') or change "
-                "the template"
+                "space into the word (' Positive', 'Sentiment:{label}') or change the template"
             )
         return first, last
 
@@ -97,9 +96,8 @@ def write_prompt(
             raise control.error(tokenizer, text, left[0])
     if special and special[-1]:
         raise PromptError(
-            "the tokenizer adds a special token after the prompt, so that its last token is not "
-            "where the text goes on; switch that off (for example in its tokenizer_config.json, or "
-            "by add_eos_token=False)"
+            "the tokenizer adds a special token after the prompt, so that the text does not go on "
+            "there; switch that off (in its tokenizer_config.json, or by add_eos_token=False)"
         )
     if special[:1] == [True] and tokens[1:2] == tokens[:1]:  # it is written in the text, too
         tokens, spans, special = ([each[0], *each[2:]] for each in (tokens, spans, special))

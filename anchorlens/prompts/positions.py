@@ -82,7 +82,6 @@ class NamedSegments(NamedTuple):
             raise MetricError(
                 f"token {position} of prompt {row} is in the segments "
                 f"{[name for name, inside in both if inside]} of {self.owner}, but a token is in "
-                "one or in none; take it out of the others (& ~al.edges.target(batch) takes out "
-                "the target)"
+                "one or in none; take it out of the others (the target: & ~al.edges.target(batch))"
             )
         return segments

@@ -165,10 +165,8 @@ def symbols(words: Sequence[str]) -> Relabeling:
     def replace_words(task: Task, demonstrations: Demonstrations) -> tuple[Task, Demonstrations]:
         changed = replace(task, labels=words)
         if len(changed.labels) != len(task.labels):
-            raise PromptError(
-                f"symbols need a word for each of the {len(task.labels)} classes; got "
-                f"{list(words)!r}"
-            )
+            count = len(task.labels)
+            raise PromptError(f"symbols need a word for each of the {count} classes; got {words}")
         return changed, demonstrations
 
     return replace_words

@@ -117,10 +117,7 @@ def plot_answer(flows: StepFlowsRecord) -> AnswerFlows:
         )
     weights = flows.read_of_tokens.double()
     if not weights.isfinite().all():
-        raise MetricError(
-            "the flows are not finite (NaN or infinite); compute them in float32 "
-            "(dtype=torch.float32)"
-        )
+        raise MetricError("the flows are not finite; compute them in float32 (dtype=torch.float32)")
     names = tuple(flows.axis_names("segment") or ())
     segments = [len(names) if k == PADDING else k for k in flows.segment_of_tokens.tolist()]
     names = names if of_task(names) and len(names) not in segments else (*names, NO_SEGMENT)

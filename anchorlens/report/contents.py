@@ -33,8 +33,7 @@ def contents_of(results: Mapping[str, Any]) -> Contents:
         else:
             raise AnchorlensError(
                 "results are records, what al.plot_prompt and al.plot_answer return, or mappings "
-                f"of these by name; {name!r} is a {type(value).__name__} (figures of your own are "
-                "given by figures=)"
+                f"of these; {name!r} is a {type(value).__name__} (figures= takes your own figures)"
             )
     return contents
 

@@ -403,8 +403,7 @@ def load_record(path: str | Path) -> Record:
     if len(kinds) > 1:
         modules = ", ".join(sorted(module for module, _ in kinds))
         raise StoreError(
-            f"{path} holds a {name}, but there are several classes {name}, in {modules}; use load "
-            "of the right class"
+            f"{path} holds one of several classes {name}, in {modules}; use load of the right one"
         )
     (kind,) = kinds.values()
     return kind._restored(path, header.get("info"), stored)
