@@ -16,8 +16,7 @@ from anchorlens import errors
 from anchorlens.errors import AnchorlensError, RunError
 from anchorlens.printable import printable
 from anchorlens.report.claims import Claim, Claims, Control, Verdict
-from anchorlens.results.estimate import Estimate
-from anchorlens.results.in_short import values_in_short
+from anchorlens.results.estimate import Estimate, values_in_short
 from anchorlens.results.text_tables import Section, aligned
 from anchorlens.runs.study import Study
 from tests.support.asked import scored

@@ -28,7 +28,7 @@ from ..passes.forward import unedited
 from ..passes.losses import before_segment
 from ..prompts import edges
 from ..prompts.batch import PromptBatch, check_prompts
-from ..prompts.named_segments import NamedSegments, SegmentsOfBatch
+from ..prompts.positions import NamedSegments, SegmentsOfBatch
 from ..prompts.random_edges import draw_generator
 from ..runs.passes import Passes
 from ..runs.study import require_batches

@@ -24,7 +24,7 @@ from .output import say
 PICTURES = 4  # of single prompts, in a report
 
 
-def make_folders(out: Path, tasks: Iterable[str] = ()) -> None:
+def make_folders(out: Path, tasks: Iterable[str]) -> None:
     """Make the folder of ``--out`` and those of tasks in it, before anything is computed."""
     for folder in (out, *(out / task for task in tasks)):
         failed = "be a folder"
@@ -41,9 +41,8 @@ def make_folders(out: Path, tasks: Iterable[str] = ()) -> None:
 
 
 def forget_results(out: Path, tasks: Iterable[str], names: str) -> None:
-    """Delete rows, trainings and records of these names of tasks; other files stay.
+    """Delete rows, trainings and records of these names, which else would seem to be of this run.
 
-    A record of an earlier run would stand beside those of the new one, and be taken for one of it.
     Chapters of a task, such as "task (two shots)", have folders beside that of the task.
     """
     for task in tasks:
@@ -81,10 +80,7 @@ def file_name(name: str) -> str:
 def analysed(
     model: Any, task: str, batches: list[PromptBatch], options: Run
 ) -> tuple[dict[str, PromptFlows], Results]:
-    """Pictures of a task, and its records, each of which is saved as soon as it is computed.
-
-    The rows of each batch are stored too, so that the same call resumes an interrupted run.
-    """
+    """Pictures of a task, and its records, each of which is saved as soon as it is computed."""
     folder, output = options.out / task, options.output
     output.note(f"{task}: {sum(map(len, batches))} prompts, {model.cfg.model_name}")
 
@@ -129,12 +125,13 @@ def pictures(
     """Pictures of the first prompts; a warning where one fails, as all else is computed."""
     first = [(batch, number) for batch in batches for number in range(len(batch))][:most]
     drawn: dict[str, PromptFlows] = {}
-    saving: dict[str, Any] = {"gradient_checkpointing": gradient_checkpointing}
     disable = quiet or not is_main()
     with Bar(title="figures", total=len(first), unit=" prompts", disable=disable) as bar:
         for count, (batch, number) in enumerate(first):
             try:
-                picture = plot_prompt(model, batch, number, **saving)
+                picture = plot_prompt(
+                    model, batch, number, gradient_checkpointing=gradient_checkpointing
+                )
                 # Its number is that among all prompts, as in its heading, and not that in a batch.
                 picture = replace(picture, source=f"{picture.source.rpartition(' ')[0]} {count}")
             except Exception as error:

@@ -18,9 +18,8 @@ _COLUMNS = ("4.3 bridge", "3.9 bridge", "3.9 HookedTransformer")
 
 def table_of_architectures() -> dict[str, Any]:
     """The whole table as it was measured."""
-    text = (files("anchorlens") / "data" / "architectures.json").read_text("utf-8")
-    table: dict[str, Any] = json.loads(text)
-    return table
+    table = json.loads((files("anchorlens") / "data" / "architectures.json").read_text("utf-8"))
+    return dict(table)
 
 
 def show_architectures(options: Models) -> None:
@@ -40,7 +39,7 @@ def show_architectures(options: Models) -> None:
     versions = ", ".join(f"{name} {' and '.join(of)}" for name, of in table["versions"].items())
     rows: TextTable = {
         ("", row["name"]): {
-            **{column: _text_of_cell(row["cells"].get(column, "none")) for column in _COLUMNS},
+            **{column: _text_of(row["cells"].get(column, "none")) for column in _COLUMNS},
             "hooks": row["hooks"],
             "what is special": row["special"],
         }
@@ -54,5 +53,5 @@ def show_architectures(options: Models) -> None:
     )
 
 
-def _text_of_cell(cell: str | list[str]) -> str:
+def _text_of(cell: str | list[str]) -> str:
     return cell if isinstance(cell, str) else ", ".join(cell)

@@ -18,16 +18,10 @@ from ..models.kinds import original_of
 from ..models.load import load_model
 from ..models.native_attention import is_native
 from ..models.quiet_libraries import quiet_libraries
-from ..passes.shortcuts import (
-    why_no_fused_prefix,
-    why_not_fused,
-    why_not_shared,
-)
+from ..passes.shortcuts import why_no_fused_prefix, why_not_fused, why_not_shared
 from ..passes.twin_for import why_not_native
 from ..prompts.batch import PromptBatch
-from ..prompts.build import build_prompts
-from ..prompts.examples import load_examples, sample_demonstrations, sample_queries
-from ..prompts.tasks import TASKS
+from ..prompts.sampled import sample_prompts
 from ..questions.edge_sweep import EdgeSweep
 from ..questions.sites import first_and_last
 from ..results.text_tables import Section
@@ -39,7 +33,6 @@ from .options import Check, command_of
 from .output import Output
 
 QUIET: dict[str, Any] = {"resamples": 0, "progress": False}
-FEW_PROMPTS = 3
 TRIED: tuple[Metric, ...] = (SaliencyFlows(), AttentionAUCROC(), AnchorDistances(directions=1))
 ANALYSES = (*(metric.name for metric in TRIED), "isolation", "compression")
 NO = "no: "
@@ -108,7 +101,7 @@ def known(model: Any) -> dict[str, Any]:
 def tried(model: Any) -> dict[str, Any]:
     """What works on three prompts of the bundled sentiments."""
     try:
-        batches = _few_prompts(model)
+        batches = sample_prompts(model, "sentiment", queries=3)
     except AnchorlensError as error:
         return {name: f"{NO}{error}" for name in ("prompts", *ANALYSES)}
     prefixes: list[str] = []
@@ -120,8 +113,8 @@ def tried(model: Any) -> dict[str, Any]:
     # Each alone, so that one that fails does not hide what the others do.
     attempts: dict[str, Callable[[], str]] = {
         **{metric.name: partial(of_metric, metric) for metric in TRIED},
-        "isolation": lambda: _isolation(model, batches),
-        "compression": lambda: _compression(model, batches),
+        "isolation": partial(_isolation, model, batches),
+        "compression": partial(_compression, model, batches),
     }
     status = {}
     for name, attempt in attempts.items():
@@ -136,13 +129,6 @@ def tried(model: Any) -> dict[str, Any]:
         "shared_demonstrations": next(iter(prefixes), "not tried"),
         **status,
     }
-
-
-def _few_prompts(model: Any) -> list[PromptBatch]:
-    examples = load_examples("sentiment")
-    demos = sample_demonstrations(examples, shots=1, seed=42)
-    queries = sample_queries(examples, FEW_PROMPTS, seed=42, exclude=demos)
-    return build_prompts(model.tokenizer, TASKS["sst2"], demos, queries)
 
 
 def _isolation(model: Any, batches: Sequence[PromptBatch]) -> str:

@@ -8,7 +8,7 @@ import inspect
 import re
 import sys
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import fields
 from functools import wraps
@@ -39,25 +39,23 @@ app = typer.Typer(
 )
 
 
-def _register(kind: type[T]) -> Callable[[Callable[[T], None]], None]:
+def _register(function: Callable[[T], None]) -> None:
     """Make a function a command whose options are the fields of a record, which it gets whole."""
+    kind = get_type_hints(function)["options"]
 
-    def add(function: Callable[[T], None]) -> None:
-        def command(**options: Any) -> None:
-            function(kind(**options))
+    def command(**options: Any) -> None:
+        function(kind(**options))
 
-        # A paragraph is one line, so that the help is not wrapped twice.
-        paragraphs = re.split(r"\n\s*\n", inspect.getdoc(function) or "")
-        command.__doc__ = "\n\n".join(" ".join(text.split()) for text in paragraphs)
-        command.__name__ = function.__name__
-        command.__annotations__ = get_type_hints(kind, include_extras=True)
-        signature = inspect.signature(kind)
-        last = [field.name for field in fields(Common) if field.name != "model"]
-        shown = sorted(signature.parameters.values(), key=lambda option: option.name in last)
-        command.__signature__ = signature.replace(parameters=shown)  # type: ignore[attr-defined]
-        app.command()(command)
-
-    return add
+    # A paragraph is one line, so that the help is not wrapped twice.
+    paragraphs = re.split(r"\n\s*\n", inspect.getdoc(function) or "")
+    command.__doc__ = "\n\n".join(" ".join(text.split()) for text in paragraphs)
+    command.__name__ = function.__name__
+    command.__annotations__ = get_type_hints(kind, include_extras=True)
+    signature = inspect.signature(kind)
+    last = [field.name for field in fields(Common) if field.name != "model"]
+    shown = sorted(signature.parameters.values(), key=lambda option: option.name in last)
+    command.__signature__ = signature.replace(parameters=shown)  # type: ignore[attr-defined]
+    app.command()(command)
 
 
 def _work(function: Callable[[C], None]) -> Callable[[C], None]:
@@ -118,7 +116,7 @@ def anchorlens(version: Version = False) -> None:
     """The options before the name of a command."""
 
 
-@_register(Demo)
+@_register
 @_work
 def demo(options: Demo) -> None:
     """Analyse a small model on the bundled questions and sentiments: 24 queries each.
@@ -129,7 +127,7 @@ def demo(options: Demo) -> None:
     """
 
 
-@_register(Run)
+@_register
 @_work
 def run(options: Run) -> None:
     """Analyse a model on your data, or on a task: one set of demonstrations for each seed.
@@ -141,7 +139,7 @@ def run(options: Run) -> None:
     """
 
 
-@_register(Paper)
+@_register
 @_work
 def paper(options: Paper) -> None:
     """Print the paper's Figures 3 to 6 and Tables 1 to 3 for a model, beside the published values.
@@ -153,7 +151,7 @@ def paper(options: Paper) -> None:
     """
 
 
-@_register(Contexts)
+@_register
 @_work
 def contexts(options: Contexts) -> None:
     """Compare what can stand before a query: demonstrations, label words, trained contexts.
@@ -165,7 +163,7 @@ def contexts(options: Contexts) -> None:
     """
 
 
-@_register(Faithfulness)
+@_register
 @_work
 def faithfulness(options: Faithfulness) -> None:
     """Say what scores are worth: which of them tell what the answer loses without a segment.
@@ -177,7 +175,7 @@ def faithfulness(options: Faithfulness) -> None:
     """
 
 
-@_register(Across)
+@_register
 @_work
 def across(options: Across) -> None:
     """Compare the claims of the paper with several models, one after another.
@@ -189,7 +187,7 @@ def across(options: Across) -> None:
     """
 
 
-@_register(Models)
+@_register
 def models(options: Models) -> None:
     """Print the architectures that are tested against plain transformers.
 
@@ -200,7 +198,7 @@ def models(options: Models) -> None:
     show_architectures(options)
 
 
-@_register(Check)
+@_register
 def check(options: Check) -> None:
     """Load a model, verify its hooks, and say what works on it, before a long run.
 
@@ -222,22 +220,21 @@ def main() -> None:
         status = _status()
     if results.reason:
         line = f"error: the standard output cannot be written: {results.reason}"
-        stored = "; all files are in --out" if "--out" in _options_of(sys.argv[1:]) else ""
-        say(f"{line}{stored if not status else ''}", err=True)
+        stored = "; all files are in --out" if not status and "--out" in _options() else ""
+        say(f"{line}{stored}", err=True)
     sys.exit(status or int(bool(results.reason)))
 
 
 def _status() -> int:
     """Run the command that the arguments call; return its exit status."""
-    options, said = _options_of(sys.argv[1:]), set[str]()
+    options, said = _options(), set[str]()
 
     def line_of(message: Warning | str, *_: Any, **__: Any) -> str:
         """A warning, once however often it comes."""
         text = printable(f"warning: {in_words_of_the_command(str(message), options)}\n")
-        if text in said:
-            return ""
+        is_new = text not in said
         said.add(text)
-        return text
+        return text * is_new
 
     warnings.formatwarning = line_of
     try:
@@ -260,9 +257,9 @@ def _status() -> int:
     return 1
 
 
-def _options_of(arguments: Sequence[str]) -> set[str]:
+def _options() -> set[str]:
     """The options of the command that the arguments call."""
     commands: dict[str, Any] = getattr(typer.main.get_command(app), "commands", {})
-    name = next((argument for argument in arguments if argument in commands), "")
+    name = next((argument for argument in sys.argv[1:] if argument in commands), "")
     parameters = getattr(commands.get(name), "params", ())
     return {option for parameter in parameters for option in parameter.opts}

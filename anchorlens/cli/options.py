@@ -29,13 +29,7 @@ PAPER_TASKS = ("sst2", "trec", "agnews")
 T = TypeVar("T")
 
 
-class Dtype(StrEnum):
-    """Types of weights."""
-
-    float64 = "float64"
-    float32 = "float32"
-    bfloat16 = "bfloat16"
-    float16 = "float16"
+Dtype = StrEnum("Dtype", ["float64", "float32", "bfloat16", "float16"])
 
 
 def _path(text: str) -> Path:
@@ -67,12 +61,7 @@ def _whole_numbers(context: Any, parameter: Any, values: Any) -> list[int]:
 
 
 def _different(option: str, what: str, values: Iterable[Sequence[T]]) -> list[T]:
-    """All values of an option.
-
-    Examples:
-        >>> _different("--task", "words", [["sst2", "trec"], ["agnews"]])
-        ['sst2', 'trec', 'agnews']
-    """
+    """All values of an option; an error if two are the same, or one is empty."""
     parts = [part for value in values for part in value]
     if "" in parts or len(set(parts)) < len(parts):
         raise _refused(option, what, parts)
@@ -181,8 +170,6 @@ class OfTask(Common):
 
 @dataclass(frozen=True, kw_only=True)
 class Demo(Common):
-    """The options of `anchorlens demo`."""
-
     model: ModelName = DEMO_MODEL
     out: Out = Path("demo-output")
     queries: Annotated[int | None, _count(help="Queries of each task.")] = 24
@@ -219,15 +206,11 @@ class OfClaims(OfTask):
 
 @dataclass(frozen=True, kw_only=True)
 class Run(OfClaims):
-    """The options of `anchorlens run`."""
-
     image_column: ImageColumn = None
 
 
 @dataclass(frozen=True, kw_only=True)
 class Paper(OfTask):
-    """The options of `anchorlens paper`."""
-
     tasks: TaskNames = None
     queries: Annotated[
         int | None, _number(min=11, help="Queries of each task and seed; by default 40, or all.")
@@ -246,8 +229,6 @@ _OTHER_TOKENS = "Also keep as many other tokens as label words and format: by sc
 
 @dataclass(frozen=True, kw_only=True)
 class Contexts(OfTask):
-    """The options of `anchorlens contexts`."""
-
     task: OneTask = None
     queries: Annotated[int | None, _count(help="Queries compared; by default 40, or all.")] = None
     even: Even = False
@@ -265,8 +246,6 @@ class Contexts(OfTask):
 
 @dataclass(frozen=True, kw_only=True)
 class Across(OfClaims):
-    """The options of `anchorlens across`."""
-
     model: Annotated[list[str], typer.Argument(help=A_MODEL)]  # type: ignore[assignment]
     data: Annotated[Path | None, _task(help=_DATA, **_paths)] = None
     out: Out = Path("anchorlens-across")
@@ -274,8 +253,6 @@ class Across(OfClaims):
 
 @dataclass(frozen=True, kw_only=True)
 class Faithfulness(OfTask):
-    """The options of `anchorlens faithfulness`."""
-
     data: Documents = None
     task: OneTask = None
     queries: Annotated[int | None, _count(help="Queries of each seed; by default 60 or all.")] = (
@@ -300,8 +277,6 @@ def command_of(*words: str) -> str:
 
 @dataclass(frozen=True, kw_only=True)
 class Models:
-    """The options of `anchorlens models`."""
-
     part: Annotated[
         str, typer.Argument(help="A part of a name, such as llama; all by default.")
     ] = ""
@@ -310,8 +285,6 @@ class Models:
 
 @dataclass(frozen=True, kw_only=True)
 class Check:
-    """The options of `anchorlens check`."""
-
     model: Annotated[str, typer.Argument(help=A_MODEL)]
     device: OnDevice = None
     dtype: WeightType = None

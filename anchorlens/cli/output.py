@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from shutil import get_terminal_size
-from typing import TYPE_CHECKING, Any, TextIO
+from typing import Any, TextIO
 
 import typer
 
@@ -16,9 +16,6 @@ from ..printable import printable
 from ..results.text_tables import Section
 from ..system.processes import is_main
 from ..system.put_back import put_back, safe_context
-
-if TYPE_CHECKING:  # it imports what takes seconds
-    from ..results.answer import Answer
 
 
 @dataclass(frozen=True)
@@ -33,10 +30,6 @@ class Output:
         if not self.quiet:
             say(text, err=True)
 
-    def answer(self, of: str, answer: "Answer", tables: Iterable[Section]) -> None:
-        """Print what was found: the answer first, then tables."""
-        self.tables([answer.section(of), *tables])
-
     def tables(self, tables: Iterable[Section]) -> None:
         """Print results as tables that fit the terminal, or else 80 columns."""
         if not self.as_json:
@@ -48,11 +41,9 @@ class Output:
         if self.as_json:
             say(json.dumps(_finite(values), indent=1, default=str))
 
-    def last_line(
-        self, after: str, report: object = "", what: str = "open it in a browser"
-    ) -> None:
+    def last_line(self, after: str, report: object = "") -> None:
         """Print where the results are, and what to try next."""
-        text = f"report: {report} ({what})\n" * bool(report) + f"Next: {after}"
+        text = f"report: {report} (open it in a browser)\n" * bool(report) + f"Next: {after}"
         if self.as_json:
             self.note(text)
         else:

@@ -14,12 +14,14 @@ from typing import Any
 
 import torch
 
-from ..errors import AnchorlensError, ModelError
+from ..contexts.protocol import bos_of, longest_query
+from ..errors import AnchorlensError, HookError, ModelError, PromptError
 from ..experiments.analysis import DEPTH, depth_of
-from ..models.hooked import attention_layers
-from ..models.load import load_model
+from ..models.hooked import attention_layers, refuse_longer_than
+from ..models.load import load_model, refuse_encoder_decoder
 from ..models.quiet_libraries import quiet_libraries
-from ..prompts.batch import PromptBatch
+from ..models.read_weights import read_model_files, refuse_device, refuse_no_file
+from ..prompts.batch import PromptBatch, longest_prompt
 from ..prompts.own_data import in_toml, repetitions, words_of, words_that_say_nothing
 from ..report.page import write_report
 from ..results.text_tables import Section
@@ -29,7 +31,6 @@ from ..system.processes import fails_together, is_main
 from ..system.put_back import each_call_inside
 from ..system.warn import warn_user
 from .analysis import file_name, forget_results, make_folders
-from .before_weights import check_depth, check_length, checked_tokenizer
 from .options import OfTask, command_of
 from .summary import Found, values_of_answer
 from .tasks import ChosenTask
@@ -40,32 +41,20 @@ Tasks = Sequence[ChosenTask]
 
 @dataclass(frozen=True)
 class Asked:
-    """What a command asks, understood before any weights are loaded.
-
-    Attributes:
-        options: Its options.
-        chosen: Its tasks; none where the data are documents.
-        queries: The number of queries that is used.
-        folders: Where in ``--out`` it stores; "" for the folder itself.
-        records: A pattern of the names of its records there, which ``--fresh`` deletes.
-        prompts: Prompts by name, of a tokenizer.
-        ask: What is found, task by task: of the model (None where the command has several), of the
-            prompts, and of options and tasks as they are used.
-        title: The heading of the page.
-        tables: Further tables, of the results by task.
-        length: How many positions a trained context puts before each query.
-    """
+    """What a command asks, understood before any weights are loaded."""
 
     options: Any
-    chosen: Tasks
-    queries: int
-    folders: Sequence[str]
-    records: str
-    prompts: Callable[[Any], Prompts]
+    chosen: Tasks  # none where the data are documents
+    queries: int  # the number that is used
+    folders: Sequence[str]  # where in ``--out`` it stores; "" for the folder itself
+    records: str  # a pattern of the names of its records there, which ``--fresh`` deletes
+    prompts: Callable[[Any], Prompts]  # by name, of a tokenizer
+    # What is found, task by task: of the model (None where the command has several), of the
+    # prompts, and of options and tasks as they are used.
     ask: Callable[[Any, Prompts, Any, Tasks], Iterable[Found]]
-    title: str = "How the model learns from the examples in its prompt"
-    tables: Callable[[dict[str, Any]], Sequence[Section]] = lambda results: ()
-    length: int = 0
+    title: str = "How the model learns from the examples in its prompt"  # of the page
+    tables: Callable[[dict[str, Any]], Sequence[Section]] = lambda results: ()  # further ones
+    length: int = 0  # how many positions a trained context puts before each query
 
 
 @fails_together()
@@ -77,14 +66,14 @@ def answered(command: str, understand: Callable[[Any], Asked], options: Any) -> 
     model, tokenizer = _loaded(asked)
     batches = asked.prompts(tokenizer) if model is not None else {}
     if asked.length:
-        check_length(asked.length, model.cfg.n_ctx, [*chain.from_iterable(batches.values())])
+        _check_length(asked.length, model.cfg.n_ctx, [*chain.from_iterable(batches.values())])
     options, chosen = _settled(command, asked, model, tokenizer)
     if options.fresh:
         forget_results(options.out, asked.folders, asked.records)
     found, failed = list[Found](), None
     try:
         for each in asked.ask(model, batches, options, chosen):
-            output.answer(each.task, each.answer, each.tables)
+            output.tables([each.answer.section(each.task), *each.tables])
             for name, made in each.files.items() if is_main() else ():
                 made.save(options.out / each.task / f"{file_name(name)}.safetensors")
             found.append(each)
@@ -117,18 +106,11 @@ def _loaded(asked: Asked) -> tuple[Any, Any]:
 
     Of several models none, as each is loaded when it is its turn, and the tokenizer of the first.
     """
-
-    def build(tokenizer: Any) -> Iterable[PromptBatch]:
-        return chain.from_iterable(asked.prompts(tokenizer).values())
-
-    options, depth = asked.options, getattr(asked.options, "depth", None)
-    tokenizers, problems = list[Any](), list[str]()
+    options, tokenizers, problems = asked.options, list[Any](), list[str]()
     several = isinstance(options.model, list)
     for model in options.model if several else [options.model]:
         try:
-            tokenizers.append(
-                checked_tokenizer(model, options.device, depth, build, length=asked.length)
-            )
+            tokenizers.append(_checked_tokenizer(model, asked))
         except AnchorlensError as error:
             if not several:
                 raise
@@ -142,8 +124,50 @@ def _loaded(asked: Asked) -> tuple[Any, Any]:
     loaded = load_model(
         options.model, tokenizer=tokenizers[0], device=options.device, dtype=dtype_wanted(options)
     )
-    check_depth(depth, len(attention_layers(loaded)))
+    _check_depth(options, len(attention_layers(loaded)))
     return loaded, loaded.tokenizer
+
+
+def _checked_tokenizer(model: str, asked: Asked) -> Any:
+    """The tokenizer of a model, after everything was checked that needs no weights.
+
+    None for a .gguf file, which holds tokenizer and weights in one, and takes as long to read
+    without the weights: there the checks come after loading.
+    """
+    if asked.options.device is not None:
+        refuse_device(asked.options.device)
+    if model.endswith(".gguf"):
+        refuse_no_file(model)
+        return None
+    config, tokenizer = read_model_files(model)
+    refuse_encoder_decoder(model, config)
+    text_config = config.get_text_config()
+    layers = getattr(text_config, "num_hidden_layers", None)
+    if layers is not None:
+        _check_depth(asked.options, layers)
+    context = getattr(text_config, "max_position_embeddings", None)
+    batches = [*chain.from_iterable(asked.prompts(tokenizer).values())]
+    if context is not None:
+        refuse_longer_than(context, longest_prompt(*batches))
+        _check_length(asked.length, context, batches)
+    return tokenizer
+
+
+def _check_depth(options: Any, layers: int) -> None:
+    depth = getattr(options, "depth", None)
+    if depth is not None and depth > layers:
+        raise HookError(
+            f"--depth {depth} is more than the {layers} layers of the model; isolate fewer"
+        )
+
+
+def _check_length(length: int, context: int, batches: Sequence[PromptBatch]) -> None:
+    longest = max(len(bos_of(batch)) + longest_query(batch) for batch in batches)
+    if length + longest > context:
+        raise PromptError(
+            f"--length {length} is too long: the model's context is {context} tokens, and the "
+            f"longest query takes {longest}; use at most --length {context - longest}"
+        )
 
 
 def dtype_wanted(options: OfTask) -> torch.dtype | None:

@@ -16,23 +16,12 @@ JsonEntries = dict[str, Any]
 
 
 class Found(NamedTuple):
-    """What a command finds of a task.
-
-    Attributes:
-        task: The name of the task.
-        answer: What is said first, and what to try next.
-        tables: What is printed below.
-        values: Numbers by name, for ``--json``.
-        results: What the page shows.
-        files: What is saved by then, by name; what was saved before is not here.
-    """
-
-    task: str
-    answer: Answer
-    tables: Sequence[Section]
-    values: Mapping[str, Any]
-    results: Mapping[str, Any]
-    files: Mapping[str, Any] = {}
+    task: str  # its name
+    answer: Answer  # what is said first, and what to try next
+    tables: Sequence[Section]  # what is printed below
+    values: Mapping[str, Any]  # numbers by name, for ``--json``
+    results: Mapping[str, Any]  # what the page shows
+    files: Mapping[str, Any] = {}  # what is yet to be saved, by name
 
 
 def summarised(

@@ -27,39 +27,22 @@ from .wording import in_words_of_the_command
 
 
 class ChosenTask(NamedTuple):
-    """A task of a command.
-
-    Attributes:
-        name: Its name in the folder of --out.
-        task: Its template and label words.
-        examples: For demonstrations and for queries.
-        entries: The entries of a file of it.
-        given: What named it.
-        is_proposed: Whether they were found in the data, so that label words may change.
-        columns: Which columns were taken then, and which others may be meant.
-        is_unsure: Whether another column may as well hold the classes.
-        processor: The processor of the images of the examples; None if they have none.
-    """
-
-    name: str
+    name: str  # in the folder of --out
     task: Task
     examples: Examples
-    entries: dict[str, Any]
-    given: str
-    is_proposed: bool = False
-    columns: str = ""
-    is_unsure: bool = False
-    processor: Any = None
+    entries: dict[str, Any]  # of a file of it
+    given: str  # what named it
+    is_proposed: bool = False  # whether it was found in the data, so that label words may change
+    columns: str = ""  # which were taken then, and which others may be meant
+    is_unsure: bool = False  # whether another column may as well hold the classes
+    processor: Any = None  # of the images of the examples; None if they have none
 
     def source(self, out: Path) -> str:
         """What names the task in a command: its name, or its file."""
         return str(out / f"{self.name}.toml") if self.is_proposed else self.given
 
     def command(self, name: str, options: OfTask, out: Path) -> str:
-        """The command of a name for this task, with all options that decide numbers.
-
-        If the task is proposed, its file is in a folder, and says all of data and columns.
-        """
+        """The command of a name for this task, with all options that decide numbers."""
         given = dict(vars(options))
         for each in ("fresh", "quiet", "as_json", "tasks"):
             given.pop(each, None)
@@ -274,10 +257,7 @@ def _class(word: str) -> str | int:
 def queries_that_fit(
     chosen: ChosenTask, used: int, wanted: int | None, most: int, even: bool
 ) -> int:
-    """``--queries``, or else all examples beside those that are used, at most ``most``.
-
-    Those that are even over classes end with the rarest.
-    """
+    """``--queries``, or else all examples beside those that are used, at most ``most``."""
     texts = [(example.text, example.image) for example in chosen.examples.tests]
     # An example that is used takes all examples with its text and image.
     repeats = sorted(Counter(texts).values(), reverse=True)

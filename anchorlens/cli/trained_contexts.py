@@ -26,10 +26,14 @@ from ..questions.context_comparison import ContextComparison, MakeContext
 from ..system.steps import step
 from .options import Contexts
 
+UNTRAINED: dict[str, Any] = {
+    "none": NoContext(),
+    "demonstrations": partial(compress, select=everything),
+    "anchors only": compress,
+}
 TRAINED = ("soft prompt", "hard prompt", "prefix", "prefix from anchors")
 OTHER_TOKENS = "other tokens"
 FACTORS, COMPARED = "factors of the label words", "comparison"
-
 
 Prompts = Mapping[str, list[PromptBatch]]  # for training, held out, and the queries compared
 
@@ -51,15 +55,6 @@ def draws_without_overlap(
     compared = sample_queries(examples.tests, queries, seed, [*demos, *drawn], even=options.even)
     parts = {"training": drawn[:count], "held out": drawn[count:], "queries": compared}
     return {name: [Draw(task, demos, of_part)] for name, of_part in parts.items()}
-
-
-def untrained_contexts() -> dict[str, Any]:
-    """Nothing, the demonstrations, and parts of them."""
-    return {
-        "none": NoContext(),
-        "demonstrations": partial(compress, select=everything),
-        "anchors only": compress,
-    }
 
 
 def other_tokens(draws: int) -> ContextComparison:
@@ -94,7 +89,6 @@ def steps_of_parts(prompts: Prompts, options: Contexts) -> dict[str, int | float
 
 
 def training_of(name: str, options: Contexts, folder: Path) -> Training:
-    """How a context is trained."""
     return Training(
         steps=options.steps,
         seed=options.seed,

@@ -26,12 +26,7 @@ _NEEDS_LESS_MEMORY = {
 
 
 def in_words_of_the_command(message: str, options: Collection[str]) -> str:
-    """A message of the library with options of the command for the arguments that they set.
-
-    Examples:
-        >>> in_words_of_the_command("use float32 (dtype=torch.float32)", ["--dtype"])
-        'use float32 (--dtype float32)'
-    """
+    """A message of the library with options of the command for the arguments that they set."""
     named_alike = {f"{option[2:].replace('-', '_')}=": option for option in options}
     for argument, option in {**_OPTIONS, **named_alike}.items():
         if option in options:

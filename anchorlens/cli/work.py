@@ -53,6 +53,7 @@ from .trained_contexts import (
     COMPARED,
     OTHER_TOKENS,
     TRAINED,
+    UNTRAINED,
     check_other_tokens,
     draws_without_overlap,
     other_tokens,
@@ -61,7 +62,6 @@ from .trained_contexts import (
     texts_of,
     trained_contexts,
     training_records,
-    untrained_contexts,
 )
 
 LONGEST_WRITTEN = 24  # tokens
@@ -70,28 +70,20 @@ _OF_PAPER = rf"{_OF_ANALYSIS}|diagnosis|accuracies|contexts|times|\d+_directions
 
 
 def demo(options: Demo) -> Asked:
-    """Analyse a model on two bundled tasks."""
     of_run = Run(**vars(options), dtype=Dtype.float32)
     return _analyses(of_run, chosen_tasks(["questions", "sentiment"], of_run))
 
 
 def run(options: Run) -> Asked:
-    """Analyse a model on a task."""
     chosen = chosen_tasks(options.task and [options.task], options, options.shots)
     return _analyses(options, [each.for_images(options.model) for each in chosen])
 
 
 def _analyses(options: Run, chosen: Tasks) -> Asked:
     """What ``analyse`` asks of each task."""
-    shots = options.shots
-    counts = [
-        queries_that_fit(each, shots * len(each.task.labels), options.queries, 100, options.even)
-        for each in chosen
-    ]
-    draws = {
-        each.name: draws_of(each.task, each.examples, shots, count, options.seed, options.even)
-        for each, count in zip(chosen, counts, strict=True)
-    }
+    drawn = [_drawn_for(each, options, 100) for each in chosen]
+    queries = min(count for _, count, _ in drawn)
+    draws = {name: of_task for name, _, of_task in drawn}
 
     def ask(model: Any, batches: Prompts, options: Run, chosen: Tasks) -> Iterator[Found]:
         of_paper = command_of("paper", "--model", options.model)
@@ -102,7 +94,7 @@ def _analyses(options: Run, chosen: Tasks) -> Asked:
                 yield summarised(each.name, records, _next(options, each, records) or paper, shown)
 
     prompts = partial(_prompts_of, chosen, draws, options.batch_size)
-    return Asked(options, chosen, min(counts), [*draws], _OF_ANALYSIS, prompts, ask)
+    return Asked(options, chosen, queries, [*draws], _OF_ANALYSIS, prompts, ask)
 
 
 def _next(options: Run, chosen: ChosenTask, records: Mapping[str, Record]) -> str:
@@ -136,7 +128,6 @@ def _next(options: Run, chosen: ChosenTask, records: Mapping[str, Record]) -> st
 
 
 def paper(options: Paper) -> Asked:
-    """The paper's figures and tables of a model."""
     out = options.out
     is_folder = options.data is None or kind_of(options.data) == "folder"
     chosen = chosen_tasks(options.tasks or (PAPER_TASKS if is_folder else None), options)
@@ -208,7 +199,6 @@ def _shortest_prompt(tokenizer: Any, chosen: ChosenTask) -> list[PromptBatch]:
 
 
 def contexts(options: Contexts) -> Asked:
-    """Train contexts, and compare them with demonstrations and their label words."""
     [chosen] = chosen_tasks(options.task and [options.task], options, options.shots)
     task = chosen.name
     used = options.shots * len(chosen.task.labels) + options.training + options.held_out
@@ -226,7 +216,7 @@ def contexts(options: Contexts) -> Asked:
         with planned(steps_of_parts(batches, options)):
             trained = trained_contexts(model, batches, options, rows)
             factors = reweighted(model, batches, options, rows)
-            compared = {**untrained_contexts(), "re-weighted": factors, **trained}
+            compared = {**UNTRAINED, "re-weighted": factors, **trained}
             options.output.note(f"{task}, {queries} queries, {len(compared)} contexts")
             question = ContextComparison(compared, draws=options.draws)
             asked: dict[str, list[Question]] = {COMPARED: [question, Accuracy()]}
@@ -286,7 +276,6 @@ def _answer(records: Mapping[str, Record], after: str) -> Answer:
 
 
 def faithfulness(options: Faithfulness) -> Asked:
-    """Compare scores of segments with what the removal of segments does."""
     written, chosen, output = documents_of(options), list[ChosenTask](), options.output
     compared: dict[str, Any] = {"subsets": options.subsets, "top": options.top}
     documents = list[str]()
@@ -333,10 +322,7 @@ def faithfulness(options: Faithfulness) -> Asked:
 def _with_answers(
     model: Any, written: Sequence[Pieces], batches: Prompts, options: Faithfulness
 ) -> tuple[list[str], Prompts]:
-    """The answers to questions with documents, and the prompts with them.
-
-    Where none is given, the model writes them.
-    """
+    """The answers to questions with documents, which else the model writes, and their prompts."""
     if written[0][-1][0] == ANSWER:
         return [pieces[-1][1] for pieces in written], batches
     texts = [_written_answer(model, pieces) for pieces in written]
@@ -359,7 +345,6 @@ def _written_answer(model: Any, pieces: Pieces) -> str:
 
 
 def across(options: Across) -> Asked:
-    """Compare the claims of the paper with several models."""
     [chosen] = chosen_tasks(options.task and [options.task], options, options.shots)
     name, queries, draws = _drawn_for(chosen, options, 100)
     prompts = partial(_prompts_of, [chosen], {name: draws}, options.batch_size)
@@ -389,20 +374,18 @@ def across(options: Across) -> Asked:
 
 def _drawn_for(chosen: ChosenTask, options: Any, most: int) -> tuple[str, int, list[Draw]]:
     """The name of a task, the number of queries, and the draw of each seed."""
-    used = options.shots * len(chosen.task.labels)
-    queries = queries_that_fit(chosen, used, options.queries, most, options.even)
-    even = options.even
-    draws = draws_of(chosen.task, chosen.examples, options.shots, queries, options.seed, even)
+    shots, even = options.shots, options.even
+    used = shots * len(chosen.task.labels)
+    queries = queries_that_fit(chosen, used, options.queries, most, even)
+    draws = draws_of(chosen.task, chosen.examples, shots, queries, options.seed, even)
     return chosen.name, queries, draws
 
 
 def _segments(written: Sequence[Pieces], batch_size: int, tokenizer: Any) -> Prompts:
-    """The prompts of questions with documents."""
     return {"documents": build_segments(tokenizer, written, batch_size=batch_size)}
 
 
 def _table_of(title: str, record: Any) -> Section:
-    """The table of a record as text."""
     frame = record.table()
     return Section(f"{title} [95 % intervals]", frame.by_row(), corner=frame.index.name)
 

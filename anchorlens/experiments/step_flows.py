@@ -17,7 +17,7 @@ from ..models.load import ensure_prepared
 from ..passes.losses import before_segment
 from ..passes.step_gradients import step_gradients
 from ..prompts.batch import PromptBatch, check_prompts
-from ..prompts.named_segments import NamedSegments, SegmentsOfBatch
+from ..prompts.positions import NamedSegments, SegmentsOfBatch
 from ..prompts.segment_names import PADDING
 from ..prompts.token_texts import token_texts
 from ..results import figures

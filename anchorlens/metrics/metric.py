@@ -9,7 +9,7 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 
 from ..prompts.batch import PromptBatch
-from ..prompts.named_segments import NamedSegments, SegmentsOfBatch, check_segments
+from ..prompts.positions import NamedSegments, SegmentsOfBatch, check_segments
 from ..system.arguments import checked
 from .edge_sums import EdgeSets, Segments, by_heads
 from .question import Question

@@ -199,13 +199,10 @@ class PromptBatch:
 
     @checked
     def label_scores(self, logits: Float[Tensor, "batch vocab"]) -> Float[Tensor, "batch class"]:
-        """Score of each class, by which labels are predicted and compared.
+        """Score of each class, from next-token logits at the target positions.
 
         It is the logit of the first token of the class's label word. Where classes have several
         words, ``Task.score`` of the log probabilities of their first tokens.
-
-        Args:
-            logits: Next-token logits at the target positions.
 
         Examples:
             >>> logits = al.target_logits(model, batches, progress=False)
@@ -380,10 +377,9 @@ class PromptBatch:
             before it that are no label words in the segment "other".
 
         Raises:
-            PromptError: Tokens or positions are not whole numbers; a position lies outside the
-                prompt, on padding, or not before the target; classes or gold labels are out of
-                range; label tokens are not distinct; all label words are tokens of other classes
-                than their own; or the shapes do not agree.
+            PromptError: Shapes do not agree; a position lies outside its prompt or not before the
+                target; classes are out of range; label tokens are not distinct, or all label words
+                are tokens of other classes than their own.
 
         Examples:
             >>> batch = PromptBatch.from_positions(
@@ -455,9 +451,8 @@ class PromptBatch:
             begins_with_bos: Whether the first token of each prompt is a BOS.
 
         Raises:
-            PromptError: Tokens, segments or positions are not whole numbers, do not agree in shape
-                or lie outside their range; names are not different; or a token of padding is in a
-                segment.
+            PromptError: Tokens, segments or positions do not agree in shape or lie outside their
+                range; names are not different; or a token of padding is in a segment.
 
         Examples:
             >>> batch = al.PromptBatch.from_segments(
@@ -465,14 +460,11 @@ class PromptBatch:
             ...     ["question", "step", "answer"])
             >>> batch
             PromptBatch(batch 1, position 6; segments ('question', 'step', 'answer'))
-            >>> al.PromptBatch.from_segments(torch.tensor([[5, 1, 6]]))
-            PromptBatch(batch 1, position 3; segments ('text',))
         """
         if segments is None:
             if len(names) != 1:
                 raise PromptError(
-                    f"segments= says which of the segments {list(names)} a token is in; without it "
-                    "all tokens are in one"
+                    f"segments= says which of the segments {list(names)} a token is in; give it"
                 )
             mask = torch.ones_like(tokens) if attention_mask is None else attention_mask
             segments = mask.long() - 1
@@ -534,19 +526,17 @@ def anchors_of(batch: PromptBatch) -> Bool[Tensor, "batch position"]:
 
 
 def count_tokens(batches: Sequence[PromptBatch]) -> int:
-    """The number of tokens of all prompts."""
     return sum(int(batch.attention_mask.sum()) for batch in batches)
 
 
 def longest_prompt(*batches: PromptBatch) -> int:
-    """The number of tokens of the longest prompt."""
     return max(int(batch.attention_mask.sum(1).max()) for batch in batches)
 
 
 def after_shared(batch: PromptBatch, lengths: Mapping[int, int]) -> tuple[PromptBatch, int | None]:
     """A batch after the tokens that its prompts share, by set of demonstrations, and its set.
 
-    It is the batch itself if they share none, and the set is None if there are several.
+    The set is None if there are several.
     """
     set_id = only_set(batch)
     length = 0 if set_id is None else lengths.get(set_id, 0)
@@ -578,10 +568,7 @@ def only_sets(batches: Sequence[PromptBatch]) -> list[int | None]:
 def as_batch(
     tokens: Int[Tensor, "batch position"], attention_mask: Tensor | None = None, **given: Any
 ) -> PromptBatch:
-    """Tokens and what is known of them (None is unknown) as a batch that ``check_prompts`` accepts.
-
-    By default there are no label words and no segments, and targets are the last tokens.
-    """
+    """A batch of tokens and what is known of them (None is unknown), which is checked."""
     _check_axes({"tokens": tokens})
     tokens, axes = tokens.cpu(), _axes_of_fields()
     mask = torch.ones_like(tokens) if attention_mask is None else attention_mask.cpu()
@@ -655,15 +642,12 @@ def check_prompts(*batches: PromptBatch) -> None:
         if not (has_tokens := batch.attention_mask.any(1)).all():
             raise PromptError(f"prompt {int((~has_tokens).nonzero()[0])} is padding only")
         if (batch.tokens < 0).any():
-            raise PromptError(
-                "tokens must be whole numbers from 0, also under padding; got "
-                f"{int(batch.tokens.min())}"
-            )
+            least = int(batch.tokens.min())
+            raise PromptError(f"tokens are whole numbers from 0, also under padding; got {least}")
         for name in ("inputs", "pictures"):
             if (count := len(getattr(batch, name))) not in (0, len(batch)):
                 raise PromptError(
-                    f"{name} of a batch are one for each of its {len(batch)} prompts, or none; got "
-                    f"{count}"
+                    f"{name} are one for each of {len(batch)} prompts, or none; got {count}"
                 )
         _check_inputs(batch)
         _check_segments(batch)
@@ -727,8 +711,6 @@ def check_inside(
         )
     outside = (positions < 0) | (positions >= length)
     padded = ~batch.attention_mask.gather(1, positions.clamp(0, length - 1))
-    if not (outside | padded).any():
-        return
     for fault, wrong in (("outside the prompt", outside), ("under padding", padded)):
         if wrong.any():
             row = int(wrong.any(1).nonzero()[0])
@@ -740,7 +722,6 @@ def check_inside(
 
 
 def _check_inputs(batch: PromptBatch) -> None:
-    """Check that the inputs of all prompts can be joined."""
     if not all(isinstance(each, Mapping) for each in batch.inputs):
         raise PromptError(
             "inputs of a batch are what the model's forward takes for each prompt, by name, such "
@@ -762,7 +743,7 @@ def _check_segments(batch: PromptBatch) -> None:
     are_names = isinstance(names, tuple) and all(isinstance(name, str) and name for name in names)
     if not are_names or not names or len(set(names)) < len(names):
         raise PromptError(
-            "segments have different names, at least one, each a text; got " + repr(names)
+            f"segments have different names, at least one, each a text; got {names!r}"
         )
     if not ((segments >= PADDING) & (segments < len(names))).all():
         raise PromptError(
@@ -771,9 +752,7 @@ def _check_segments(batch: PromptBatch) -> None:
         )
     if (segments[~batch.attention_mask] != PADDING).any():
         row = int(((segments != PADDING) & ~batch.attention_mask).any(1).nonzero()[0])
-        raise PromptError(
-            f"prompt {row} has padding in a segment; the segment of padding is {PADDING}"
-        )
+        raise PromptError(f"prompt {row} has padding in a segment; its segment is {PADDING}")
 
 
 def _check_words(batch: PromptBatch) -> None:

@@ -65,11 +65,10 @@ def build_prompts(
         index of each prompt in ``queries``.
 
     Raises:
-        PromptError: A label word merges with the characters before or after it, two labels share
-            their first token, a class has no demonstration, a label is out of range, a prompt is
-            too long, a text or a label word holds a special token of the tokenizer, such as
-            ``"<s>"`` (the template and the separator may), or the tokenizer gives no character
-            offsets.
+        PromptError: A label word merges with the characters around it, two labels share their
+            first token, a class has no demonstration, a label is out of range, a prompt is too
+            long, a text or a label word holds a special token such as ``"<s>"`` (the template and
+            the separator may), or the tokenizer gives no character offsets.
 
     Examples:
         >>> batches = al.build_prompts(model.tokenizer, task, demos, ["Who wrote it?"])
@@ -88,15 +87,13 @@ def build_prompts(
         text = write_prompt(tokenizer, pieces, control, task.adds_special_tokens)
         if not text.end:
             raise PromptError(
-                f"query {index} is empty, and so is the template before {{label}}, so that there "
-                "is no token at which the label is predicted; put a word before {label} or drop "
-                "the query"
+                f"query {index} is empty, and so is the template before {{label}}, where the label "
+                "is predicted; put a word before {label} or drop the query"
             )
         if text.query_start is None:
             raise PromptError(
                 f"the tokenizer gives no tokens for the query {text.end!r}; leave query {index} "
-                "out, or, if it gives none for any text, add its files (such as tokenizer.json) "
-                "to the folder of the model"
+                "out, or, if it gives none for any text, add its files to the folder of the model"
             )
         written.append(text)
     words = query_label_tokens(tokenizer, task, written, sets, examples)
@@ -114,8 +111,7 @@ def build_prompts(
         )
         if not drop_too_long or not prompts:
             raise PromptError(
-                f"{count} {names}; use fewer or shorter demonstrations, or drop_too_long=True in "
-                "Python"
+                f"{count} {names}; use fewer or shorter demonstrations, or drop_too_long=True"
             )
         warn_user(f"{count} and are left out {names}")
     return _batches(
@@ -156,18 +152,14 @@ def build_segments(
         ``prompts``. The target position is the last token of each prompt.
 
     Raises:
-        PromptError: There are no prompts, a piece is no (name, text), a piece with a name has no
-            token of its own or holds a special token of the tokenizer, or the tokenizer gives no
-            character offsets or adds a special token at the end.
+        PromptError: A piece is no (name, text), one with a name has no token of its own or holds a
+            special token, or the tokenizer gives no character offsets or adds a token at the end.
 
     Examples:
         >>> [batch] = al.build_segments(
         ...     model.tokenizer, [[("question", "Who?"), ("answer", " Me, of course.")]])
         >>> batch.segment_names
         ('question', 'answer')
-        >>> loss = al.losses.span_cross_entropy("answer")
-        >>> results = al.run(model, [batch], [al.SegmentFlows()], loss=loss, progress=False,
-        ...                  resamples=0)
     """
     tokenizer = tokenizer_with_offsets(tokenizer, batch_size)
     if not prompts:
@@ -246,7 +238,6 @@ def _prompt_of_query(
     index: int,
     word_ids: Sequence[Sequence[int]],
 ) -> _Prompt:
-    """The positions of all parts of a prompt."""
     tokens, words = written.tokens, written.words(tokenizer)
     for first, last, label in words:
         expected, got = word_ids[label][0], tokens[first]
@@ -285,18 +276,15 @@ def _prompt_of_pieces(
     if not any(name for name, _ in pieces):
         raise PromptError(f"prompt {number} has no piece with a name; name at least one")
     of_names = [PADDING if name is None else names.index(name) for name, _ in pieces]
-    texts = [text for _, text in pieces]
-    parts = zip(texts, of_names, [name is not None for name, _ in pieces], strict=True)
-    written = write_prompt(
-        tokenizer, [Piece(text, k, is_data=named) for text, k, named in parts], control
-    )
+    parts = zip(pieces, of_names, strict=True)
+    data = [Piece(text, k, is_data=k != PADDING) for (_, text), k in parts]
+    written = write_prompt(tokenizer, data, control)
     piece_of_token = written.piece_of_token().tolist()
     for k, (name, text) in enumerate(pieces):
         if name is not None and k not in piece_of_token:
             raise PromptError(
                 f"the piece {text!r} of segment {name!r} in prompt {number} has no token of its "
-                "own: it is empty, or a part of a token of the next piece; join the two, or move "
-                "the space between them"
+                "own: it is empty or in a token of the next piece; join both, or move their space"
             )
     segments = [PADDING if k < 0 else of_names[k] for k in piece_of_token]
     return _Prompt(written.tokens, segments, number, bool(written.added[0]))

@@ -7,7 +7,8 @@ the query, which must follow where the template asks for it.
 """
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from datetime import datetime
 from typing import Any, ClassVar, NamedTuple
@@ -23,23 +24,11 @@ from .tasks import Piece, Task
 
 _AS_TEXT = "sanitize_control_tokens"
 # What build_prompts itself passes to apply_chat_template, and what it has no use for.
-_NO_OPTIONS = frozenset(
-    [
-        "conversation",
-        "tools",
-        "documents",
-        "add_generation_prompt",
-        "continue_final_message",
-        "tokenize",
-        "padding",
-        "truncation",
-        "max_length",
-        "return_tensors",
-        "return_dict",
-        "return_assistant_tokens_mask",
-        "tokenizer_kwargs",
-    ]
-)
+_NO_OPTIONS = {
+    *("conversation", "tools", "documents", "add_generation_prompt", "continue_final_message"),
+    *("tokenize", "padding", "truncation", "max_length", "tokenizer_kwargs"),
+    *("return_tensors", "return_dict", "return_assistant_tokens_mask"),
+}
 
 # What strftime writes for a day; "-d" is a day without a leading 0.
 _DATE_CODES: tuple[str, ...] = (*"aAbBdmyYFDxjeHIMSfpzZcXwuUVW", "-d", "-m", "-I", "-H", "-j")
@@ -59,8 +48,7 @@ class ChatTask(Task):
         template: As in ``Task``. The part before ``{label}`` is the user's turn; what follows
             ``{label}`` belongs to the assistant's.
         labels: As in ``Task``, but usually without a space before the word, because an answer
-            begins with it. Many templates remove spaces around a turn; the label words are then
-            those without spaces.
+            begins with it. Many templates remove spaces around a turn.
         instructions: The turn of the system, before all others. Without them there is no
             such turn, and templates may write one of their own.
         score: As in ``Task``.
@@ -73,11 +61,10 @@ class ChatTask(Task):
 
     Raises:
         PromptError: As for ``Task``, the options are those that ``build_prompts`` sets, or the date
-            is none. In ``build_prompts``: the tokenizer has no chat template, the template raises
-            an error (for instance because it knows no system turn), it changes a text, it writes
-            the instructions after the first demonstration, or the model would not answer where
-            the template asks: it was told to think first, or answers begin with something else,
-            such as the name of a channel. An empty thought that the template asks with is no error.
+            is none. In ``build_prompts``: there is no chat template, it fails (many know no system
+            turn), changes a text or writes the instructions after the first demonstration, or the
+            model would not answer where the template asks: it was told to think first, or answers
+            begin with something else, such as the name of a channel.
 
     Examples:
         >>> plain = "{% for m in messages %}<{{ m.role }}> {{ m.content }}\n{% endfor %}<assistant>"
@@ -106,10 +93,8 @@ class ChatTask(Task):
                 f"{', '.join(sorted(_NO_OPTIONS))}; got {self.options!r}"
             )
         if not isinstance(self.options.get(_AS_TEXT, False), bool):
-            raise PromptError(
-                f"{_AS_TEXT} in the options of a chat task must be True or False; got "
-                f"{self.options[_AS_TEXT]!r}"
-            )
+            got = self.options[_AS_TEXT]
+            raise PromptError(f"{_AS_TEXT} in the options must be True or False; got {got!r}")
         object.__setattr__(self, "options", dict(self.options))
         try:
             datetime.strptime(self.date, "%Y-%m-%d")
@@ -136,12 +121,8 @@ class ChatTask(Task):
     @checked
     def write(self, tokenizer: Any, demonstrations: Sequence[Example], query: str) -> list[Piece]:
         """The pieces of a prompt; joined they are the text that the chat template gives."""
-        try:
+        with self._curing(tokenizer, demonstrations, query, self.first_words[0]):
             return self._write(tokenizer, demonstrations, query)
-        except _NoAnswer as error:
-            word = self.first_words[0]
-            cure = self._cure(tokenizer, demonstrations, query, word)
-            raise PromptError(f"{error}; {cure}") from None
 
     @checked
     def written_word(
@@ -153,11 +134,8 @@ class ChatTask(Task):
             PromptError: A stored answer does not stand where the template asks for one, so that the
                 model would not answer there.
         """
-        try:
+        with self._curing(tokenizer, demonstrations, query, word):
             return self._written_word(tokenizer, demonstrations, query, word)
-        except _NoAnswer as error:
-            cure = self._cure(tokenizer, demonstrations, query, word)
-            raise PromptError(f"{error}; {cure}") from None
 
     def _write(self, tokenizer: Any, demonstrations: Sequence[Example], query: str) -> list[Piece]:
         turns = self._turns(demonstrations, query)
@@ -235,16 +213,9 @@ class ChatTask(Task):
 
     @checked
     def check_asking(self, tokenizer: Any, demonstrations: Sequence[Example], query: str) -> None:
-        """Raise an error if the template was told that the model thinks before it answers.
-
-        Raises:
-            PromptError: With this error.
-        """
-        try:
+        """Raise an error if the template was told that the model thinks before it answers."""
+        with self._curing(tokenizer, demonstrations, query, self.first_words[0]):
             self._check_asking(tokenizer, demonstrations, query)
-        except _NoAnswer as error:
-            cure = self._cure(tokenizer, demonstrations, query, self.first_words[0])
-            raise PromptError(f"{error}; {cure}") from None
 
     def _check_asking(self, tokenizer: Any, demonstrations: Sequence[Example], query: str) -> None:
         asked = self._render(tokenizer, self._turns(demonstrations, query), True)
@@ -277,9 +248,8 @@ class ChatTask(Task):
     ) -> bool:
         """Whether what a template asks with, and leaves out of answers, is an empty thought.
 
-        The template tells: the block comes with its switch for "do not think", or a stored answer
-        that begins with the block is written without it. A template that does neither may still
-        write something that is opened and closed.
+        It comes with the switch for "do not think", or is left out of a stored answer that begins
+        with it, or is opened and closed.
         """
         short = demonstrations[:1]
         now = self._asked(tokenizer, short, query)
@@ -296,6 +266,17 @@ class ChatTask(Task):
         answers = (_turn("assistant", text, word, "") for text in ("", block))
         plain, begun = (self._render(tokenizer, [*turns, each], False) for each in answers)
         return plain == begun or _opens_and_closes(block)
+
+    @contextmanager
+    def _curing(
+        self, tokenizer: Any, demonstrations: Sequence[Example], query: str, word: str
+    ) -> Iterator[None]:
+        """The error that the model does not answer there, with a cure."""
+        try:
+            yield
+        except _NoAnswer as error:
+            cure = self._cure(tokenizer, demonstrations, query, word)
+            raise PromptError(f"{error}; {cure}") from None
 
     def _cure(
         self, tokenizer: Any, demonstrations: Sequence[Example], query: str, word: str
@@ -345,10 +326,7 @@ class ChatTask(Task):
             )
 
     def _around(self, tokenizer: Any, turns: "Sequence[_Turn]", ask: bool) -> list[str]:
-        """What stands before the text of each turn but the system's, and after the last one.
-
-        The texts are rendered between marks, so that the template reads what it always reads.
-        """
+        """What stands before the text of each turn but the system's, and after the last one."""
         talk = _talk(turns)
         marks = _marks(talk)
         system = turns[: len(turns) - len(talk)]
@@ -519,7 +497,6 @@ def _opens_and_closes(block: str) -> bool:
 
 
 def _misplaced_answer(asked: str, answered: str, answer: str) -> _NoAnswer:
-    """The error for an answer that does not stand where the template asks for it."""
     same = common_start(asked, answered)
     asks, answers = asked[len(same) :], answered[len(same) :].partition(answer)[0]
     return _NoAnswer(

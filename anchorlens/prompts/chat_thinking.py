@@ -18,19 +18,12 @@ _TEXT, _TEXT_ON = re.compile(r"/no_?think\b"), "/think"
 
 
 class Switch(NamedTuple):
-    """One way in which a template may be told to think or not.
-
-    Attributes:
-        off: The fields of a chat task that tell it not to think.
-        on: Those that tell it to think.
-        cure: How a user tells it not to think: fields of a chat task.
-        words: The same in words.
-    """
+    """One way in which a template may be told to think or not, by fields of a chat task."""
 
     off: Mapping[str, Any]
     on: Mapping[str, Any]
-    cure: Mapping[str, Any]
-    words: str
+    cure: Mapping[str, Any]  # how a user tells it not to think
+    words: str  # the same in words
 
     @property
     def is_text(self) -> bool:
@@ -39,10 +32,7 @@ class Switch(NamedTuple):
 
 
 def switches_of(template: str, options: Mapping[str, Any], instructions: str) -> list[Switch]:
-    """What may be a switch of a template: variables that it reads, and words in the system's turn.
-
-    Most that are named so are none: they change nothing.
-    """
+    """What may be a switch: variables that a template reads, and words in the system's turn."""
     names, strings = _read(template)
     result = []
     for name in names:
@@ -84,7 +74,6 @@ def inserted_in(longer: str, text: str) -> str:
 
 
 def common_start(first: str, second: str) -> str:
-    """The characters with which both texts begin."""
     size = min(len(first), len(second))
     different = (k for k in range(size) if first[k] != second[k])
     return first[: next(different, size)]

@@ -1,10 +1,9 @@
 """Control tokens: they begin prompts and end turns, and no text of the data may become one.
 
 A tokenizer reads "<s>" or "<|im_end|>" in a text as if the format of the prompt said it: a text of
-the data could so end its own turn and write an answer. What the data gives (the texts of
-demonstrations and queries, label words, named segments) is therefore compared with the control
-tokens after a prompt was tokenized. What the user writes around it (the template of a task, its
-separator) is format, and may hold them.
+the data could so end its own turn and write an answer. What the data gives (texts, label words,
+named segments) is therefore compared with the control tokens after a prompt was tokenized. What the
+user writes around it (the template of a task) is format, and may hold them.
 """
 
 import unicodedata
@@ -19,29 +18,14 @@ _AROUND = 30  # characters of a text that an error shows on each side of a contr
 
 
 class ControlTokens(NamedTuple):
-    """The control tokens of a tokenizer.
-
-    Attributes:
-        names: The text of each, by its id.
-        as_text: Whether those in the data are read as characters, instead of being an error.
-        cure: What else helps against one in the data.
-    """
-
-    names: dict[int, str]
-    as_text: bool = False
-    cure: str = ""
+    names: dict[int, str]  # the text of each, by its id
+    as_text: bool = False  # whether those in the data are read as characters, and are no error
+    cure: str = ""  # what else helps against one in the data
 
     def spans_in_data(
         self, tokens: Sequence[int], spans: Sequence[Span], text: str, is_data: Sequence[bool]
     ) -> list[Span]:
-        """The characters of each control token that lies in the data, wholly or in part.
-
-        Args:
-            tokens: Token ids of the text.
-            spans: Characters of each token.
-            text: Format and data.
-            is_data: Whether each character comes from the data.
-        """
+        """The characters of each control token that lies in the data, wholly or in part."""
         found = []
         for token, (start, stop) in zip(tokens, spans, strict=True):
             if token in self.names and start < stop:
@@ -55,7 +39,6 @@ class ControlTokens(NamedTuple):
         return found
 
     def error(self, tokenizer: Any, text: str, span: Span) -> PromptError:
-        """The error for a control token in the data of a text."""
         start, stop = span
         name = text[start:stop]
         around = text[max(0, start - _AROUND) : stop + _AROUND]

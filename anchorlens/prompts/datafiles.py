@@ -67,7 +67,6 @@ def classes_in(columns: Table, label: str, path: Path) -> Sequence[Any]:
 
 
 def refuse_no_rows(columns: Table, source: str | Path) -> None:
-    """Raise an error for columns without a row."""
     if not any(columns.values()):
         raise DataError(f"{source} has no rows; expected a text and its class in each row")
 
@@ -176,31 +175,23 @@ def _decoded(data: bytes, path: Path) -> str:
     encoding = json.detect_encoding(data)
     try:
         text = data.decode(encoding)
-        if "\0" in text:
-            number = len(re.findall(_LINE_END, text[: text.index("\0")])) + 1
-            raise DataError(
-                f"{path} is not UTF-8 text: line {number} has a zero byte; "
-                f"{_cure_of_encoding(data, path)}"
-            )
-        return text
     except UnicodeDecodeError as error:
         if not encoding.startswith("utf-8"):
             raise DataError(
                 f"{path} begins as {encoding.upper()} text, but cannot be read as such: {error}; "
                 "save it as UTF-8"
             ) from error
-        number = len(re.findall(_LINE_END.encode(), data[: error.start])) + 1
-        raise DataError(
-            f"{path} is not UTF-8 text: line {number} has the byte 0x{data[error.start]:02x}; "
-            f"{_cure_of_encoding(data, path)}"
-        ) from error
+        before, fault = data[: error.start], f"the byte 0x{data[error.start]:02x}"
+    else:
+        if "\0" not in text:
+            return text
+        before, fault = text[: text.index("\0")].encode(), "a zero byte"
+    number, cure = len(re.findall(_LINE_END.encode(), before)) + 1, _cure_of_encoding(data, path)
+    raise DataError(f"{path} is not UTF-8 text: line {number} has {fault}; {cure}")
 
 
 def _cure_of_encoding(data: bytes, path: Path) -> str:
-    """How bytes that are not UTF-8 become UTF-8; a conversion is tried before it is advised.
-
-    Of several, that is advised which gives more ASCII, and then more letters inside words.
-    """
+    """How bytes that are not UTF-8 become UTF-8; a conversion is tried before it is advised."""
     if program := next((name for magic, name in _PACKED.items() if data.startswith(magic)), None):
         return f"it is compressed: unpack it with {program}"
     cure = "save it as UTF-8 (in Excel: Save As, 'CSV UTF-8 (Comma delimited)')"
@@ -278,8 +269,6 @@ def shortened(value: Any) -> str:
 
 
 class FileReader(NamedTuple):
-    """How files of a kind become columns."""
-
     read: Callable[[bytes, Path], Table]
     has_types: bool  # else all cells are text
     code: Callable[[Path], tuple[str, str]]  # in Python, that reads rows and that writes others

@@ -25,7 +25,6 @@ class Draw(NamedTuple):
 
 
 def task_of_name(name: str) -> Task:
-    """The task of the package that has this name."""
     if name not in TASKS:
         raise DataError(f"there is no task {name!r}; choose one of {', '.join(TASKS)}")
     return TASKS[name]
@@ -45,9 +44,8 @@ def draws_of(
     shots: int,
     queries: int,
     seeds: Sequence[int],
-    even: bool = False,
+    even: bool,
 ) -> list[Draw]:
-    """The draw of each seed."""
     check_seeds(seeds)
     refuse_rare_classes(task, examples.pool, shots)
     draws = []
@@ -110,10 +108,8 @@ def demonstrations_by_query(
                 "(sample_demonstrations does)"
             )
         if len(demos) != len(sets[0]):
-            raise PromptError(
-                "sets of demonstrations must have the same size; got "
-                f"{len(sets[0])} and {len(demos)}"
-            )
+            sizes = f"{len(sets[0])} and {len(demos)}"
+            raise PromptError(f"sets of demonstrations must have the same size; got {sizes}")
     return sets
 
 

@@ -12,10 +12,7 @@ QUESTION, ANSWER = "question", "answer"
 
 
 def read_documents(path: Path) -> list[Pieces] | None:
-    """A prompt for each row, with an answer if there is that column; None for other columns.
-
-    Documents are a list of texts, in csv written as json, or the lines of a text.
-    """
+    """A prompt for each row, with an answer if there is that column; None for other columns."""
     columns = read_columns(path, "")
     if not {QUESTION, "documents"} <= columns.keys():
         return None
@@ -43,6 +40,7 @@ def read_documents(path: Path) -> list[Pieces] | None:
 
 
 def _documents(cell: Any) -> list[Any]:
+    """The documents of a cell: a list, in csv written as json, or the lines of a text."""
     if isinstance(cell, str):
         try:
             cell = json.loads(cell)

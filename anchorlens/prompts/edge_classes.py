@@ -52,10 +52,7 @@ Tables = Bool[Tensor, "set query_class key_class"]
 def in_common(
     sets: Sequence[EdgeClasses],
 ) -> tuple[Int[Tensor, "batch query"], Int[Tensor, "batch key"], Tables] | None:
-    """The same classes of queries and keys for several sets, and the table of each set.
-
-    None for more classes than are worth it.
-    """
+    """The same classes for several sets, and the table of each; None for too many classes."""
     first = sets[0]
     queries, keys, tables = first.queries, first.keys, first.table[None]
     for each in sets[1:]:

@@ -41,8 +41,6 @@ class EdgeSet(Tensor):
 
     Examples:
         >>> chosen = al.edges.wp(batch) & ~al.edges.from_first(batch)
-        >>> isinstance(chosen, al.prompts.EdgeSet) and isinstance(chosen, torch.Tensor)
-        True
         >>> torch.equal(chosen.rows(slice(3, 9)), chosen.table()[:, 3:9])
         True
         >>> chosen.sum((1, 2)).tolist() == chosen.counts().tolist()
@@ -73,7 +71,7 @@ class EdgeSet(Tensor):
 
     @classmethod
     def of(cls, table: Edges) -> "EdgeSet":
-        """The edges of a table; later edits of the table do not change them."""
+        """The edges of a table, which later edits of it do not change."""
         if isinstance(table, EdgeSet):
             return table
         own = table.detach().to("cpu", copy=True)
@@ -215,10 +213,7 @@ def edges_between(queries: Positions, keys: Positions) -> EdgeSet:
 
 
 def paper_edges(batch: PromptBatch) -> dict[str, EdgeSet]:
-    """The sets wp, pq, ww and tq, which ``al.edges`` describes, and which say that they are these.
-
-    Rows are made when they are asked for, so that all of them cost no more than one.
-    """
+    """The sets wp, pq, ww and tq of ``al.edges``, which say that they are these."""
     tokens, inside, anchors = batch.attention_mask.clone(), batch.up_to_target, anchors_of(batch)
     target = batch.positions == batch.target_positions[:, None]
     wp, pq = edges_between(anchors, tokens), edges_between(target, anchors)
@@ -256,10 +251,7 @@ def check_edges(batch: PromptBatch, edges: Any, *, to_itself: bool = False) -> E
 
 
 def as_edge_set(batch: PromptBatch, edges: Any) -> EdgeSet:
-    """Edges of a user, or a function of the batch to them, as a set; without a look at its values.
-
-    Every function that takes edges begins here.
-    """
+    """Edges of a user, or a function of the batch to them, as a set; without a look at values."""
     given = called("edges", edges, "the batch", batch) if callable(edges) else edges
     shape = (*batch.tokens.shape, batch.tokens.shape[1])
     if not holds_numbers(given) or given.dtype != torch.bool or tuple(given.shape) != shape:

@@ -43,9 +43,6 @@ def between(queries: Positions, keys: Positions) -> EdgeSet:
         queries: Positions that attend.
         keys: Positions attended to.
 
-    Returns:
-        True at (i, j) where i is in ``queries``, j in ``keys``, and j < i.
-
     Examples:
         >>> between(torch.tensor([[False, True]]), torch.tensor([[True, True]])).tolist()
         [[[False, False], [True, False]]]
@@ -114,7 +111,7 @@ def forerunners(batch: PromptBatch) -> Positions:
     """Positions of the token before each anchor, such as the colon in "Answer: Entity".
 
     Raises:
-        PromptError: A label position lies outside its prompt.
+        PromptError: As of ``anchors``.
     """
     labels = anchors(batch)
     return torch.cat([labels[:, 1:], torch.zeros_like(labels[:, :1])], 1) & batch.attention_mask
@@ -241,9 +238,8 @@ def pairs(batch: PromptBatch, pairs: Pairs | Sequence[Pairs]) -> EdgeSet:
         for query, key in of_prompt:
             if not 0 <= key < query < count:
                 raise PromptError(
-                    "a pair is (query, key), numbers of tokens from 0, and the key is the earlier "
-                    f"one; got ({query}, {key}) for prompt {number} of the batch, which has "
-                    f"{count} tokens"
+                    "a pair is (query, key), counted from 0, and the key is the earlier one; got "
+                    f"({query}, {key}) for prompt {number} of the batch, which has {count} tokens"
                 )
             chosen.append((number, start + query, start + key))
     count, length = batch.tokens.shape
@@ -416,17 +412,14 @@ def random_positions(
 def random_keys(batch: PromptBatch, edges: Edges | EdgesOfBatch, seed: int) -> EdgeSet:
     """Random edges of the same queries: each query reads as many other keys as in ``edges``.
 
-    Neither ``edges`` nor edges to the first token of a prompt are drawn. The draw depends only on
-    ``seed`` and the tokens of the demonstrations, and in each row on nothing after it: it does not
-    depend on the batch or the padding.
+    Edges up to the target position count, and those to the first token of a prompt are not drawn.
+    The draw depends only on ``seed`` and the tokens of the demonstrations, and in each row on
+    nothing after it: it does not depend on the batch or the padding.
 
     Args:
         batch: The prompts.
         edges: Edges of these prompts, from a token to an earlier one; or a function of the batch.
         seed: Number of the draw.
-
-    Returns:
-        As many edges in each row, up to the target position, as ``edges`` has there.
 
     Raises:
         HookError: A row has too few other keys.
@@ -436,8 +429,6 @@ def random_keys(batch: PromptBatch, edges: Edges | EdgesOfBatch, seed: int) -> E
         >>> drawn = edges.random_keys(batch, edges.pq(batch), seed=0)
         >>> bool((drawn.sum(2) == edges.pq(batch).sum(2)).all())
         True
-        >>> bool((drawn & edges.pq(batch)).any())
-        False
     """
     return drawn_edges(batch, edges, from_first(batch), seed, best_of_each_row, 1)
 

@@ -106,27 +106,23 @@ def load_examples(
     image: str | None = None,
     classes: Sequence[str | int | bool] | None = None,
 ) -> list[Example]:
-    """Read labelled examples.
+    """Read labelled examples, in the order of the source.
 
     Args:
         source: A bundled name (``"sentiment"``, ``"questions"``, ``"news"``, ``"emotions"``), a
             task of the paper (``"sst2"``, ``"trec"``, ``"agnews"``, ``"emo"``, read from the
             hub), the path of a jsonl, csv or parquet file, or any other data set on the hub. A
             ``Path`` is always a file, and so is a string that names an existing file or ends in
-            the suffix of one. A file is read anew at each call and never cached. Or rows that you
-            have already: a list of dicts, a ``Dataset`` or a ``DataFrame``.
-        split: ``"train"`` or ``"test"``; for other data sets on the hub any split that they have.
-            Bundled sets are split into halves with all classes in each; without a split all of
-            their examples are read. A file is one split, so it takes none, and so are rows. The
-            default for the hub is ``"train"``.
+            the suffix of one. Or rows that you have already: a list of dicts, a ``Dataset`` or a
+            ``DataFrame``.
+        split: ``"train"`` or ``"test"``; for other data sets on the hub any split that they have,
+            by default ``"train"``. Bundled sets are split into halves with all classes in each, and
+            read whole without a split. A file takes none, nor do rows.
         text: Column of the texts (files, rows and other hub data sets).
         label: Column of the classes: integers from 0, or the values listed in ``classes``.
         image: Column of the paths of images, one a row; relative ones begin at the folder of the
             file. By default there are no images.
         classes: The values of the label column in class order, if they are not 0, 1, ...
-
-    Returns:
-        The examples in the order of the source.
 
     Raises:
         DataError: The source, split or column does not exist, a label is not a class, the classes
@@ -155,11 +151,10 @@ def load_examples(
                 f"rows are one split, but split={split!r} came with them; give no split"
             )
         refuse_no_rows(columns := table_of(source), name)
-        return _with_images(_examples(columns, name, text, label, classes), columns, name, image)
+        return _examples(columns, name, text, label, classes, image)
     if image is not None and not _is_file(source):
         raise DataError(
-            f"image={image!r} names a column of paths, which only a file or rows have; {name} is "
-            "neither"
+            f"image={image!r} names a column, which only a file or rows have; {name} is neither"
         )
     if not isinstance(source, Path) and name in BUNDLED:
         with as_file(files("anchorlens") / "data" / f"{name}.jsonl") as path:
@@ -177,15 +172,13 @@ def load_examples(
                 f"a file is one split, but split={split!r} came with {name}; "
                 "pass the file of the split that you want, and no split"
             )
-        columns = read_columns(Path(source), label)
-        examples, folder = _examples(columns, name, text, label, classes), Path(source).parent
-        return _with_images(examples, columns, name, image, folder)
+        columns, folder = read_columns(Path(source), label), Path(source).parent
+        return _examples(columns, name, text, label, classes, image, folder)
     hub = HUB_SOURCES.get(name) or HubSource(name, text, label)
     if name in HUB_SOURCES and (text, label) != ("text", "label"):
         raise DataError(
-            f"the columns of {name!r}, a task of the paper, are known, but the columns {text!r} "
-            f"and {label!r} came with it; leave them out, or name the data set on the hub "
-            f"({hub.path!r})"
+            f"the columns of {name!r}, of the paper, are known, but {text!r} and {label!r} came "
+            f"with it; leave them out, or name the data set on the hub ({hub.path!r})"
         )
     split = hub.test if split == "test" else split or "train"
     return _examples(_read_hub(hub, split), hub.path, hub.text, hub.label, classes)
@@ -201,9 +194,6 @@ def sample_demonstrations(
         examples: Labelled examples; the classes are 0 to the largest label in them.
         shots: Demonstrations of each class, at least 1.
         seed: Seed of a separate generator; the global random state is not touched.
-
-    Returns:
-        ``shots`` examples of each class, shuffled.
 
     Raises:
         DataError: A class has fewer than ``shots`` examples, or an example has no label.
@@ -321,13 +311,24 @@ def _read_hub(hub: HubSource, split: str) -> Table:
 
 
 def _examples(
-    columns: Table, source: str, text: str, label: str, classes: Sequence[str | int | bool] | None
+    columns: Table,
+    source: str,
+    text: str,
+    label: str,
+    classes: Sequence[str | int | bool] | None,
+    image: str | None = None,
+    folder: Path = Path(),
 ) -> list[Example]:
     missing = [name for name in (text, label) if name not in columns]
     if missing:
         raise DataError(
             f"{source} has the columns {list(columns)}, but not {missing}; name the right ones "
             f"(text= and label=) or rename them{nested_fields(columns, source)}"
+        )
+    if image is not None and image not in columns:
+        raise DataError(
+            f"{source} has the columns {list(columns)}, but not {image!r}; name the one of the "
+            "paths of images (image=)"
         )
     known = None if classes is None else list(classes)  # a list, because labels can be unhashable
     others = "an integer from 0; list others with classes="
@@ -343,25 +344,11 @@ def _examples(
                 f"{words!r} and label {value!r}{tensor * hasattr(value, '__array__')}"
             )
         examples.append(Example(words, value if known is None else known.index(value)))
-    return examples
-
-
-def _with_images(
-    examples: list[Example], columns: Table, source: str, image: str | None, folder: Path = Path()
-) -> list[Example]:
-    """The examples with the paths of a column."""
-    if image is None:
-        return examples
-    if image not in columns:
-        raise DataError(
-            f"{source} has the columns {list(columns)}, but not {image!r}; name the one of the "
-            "paths of images (image=)"
-        )
-    for row, path in enumerate(columns[image]):
+    for row, path in enumerate(() if image is None else columns[image]):
         if not isinstance(path, str) or kind_of(folder / path, DataError) != "file":
             raise DataError(
                 f"row {row} of {source}: expected the path of an image in the column {image} "
                 f"(image=); got {path!r}, which is no file in {folder.resolve()}"
             )
-    pairs = zip(examples, columns[image], strict=True)
-    return [replace(example, image=str(folder / path)) for example, path in pairs]
+        examples[row] = replace(examples[row], image=str(folder / path))
+    return examples

@@ -66,10 +66,9 @@ def with_images(
         demonstrations have other images are other sets of demonstrations.
 
     Raises:
-        PromptError: A prompt has more or fewer placeholders than images, there is no list of images
-            for it, an image cannot be read, Pillow is missing, ``processor`` is none of images
-            (such as a tokenizer), the tokenizer does not know the placeholder as one token, or the
-            text around it would merge with the tokens of the image.
+        PromptError: A prompt has other placeholders than images, an image cannot be read, Pillow is
+            missing, ``processor`` is none of images, or a placeholder is not one token or would
+            merge with the text around it.
 
     Examples:
         >>> asked = al.Task("<image> {text} ->{label}", labels=[" Human", " Location"])
@@ -88,9 +87,8 @@ def place_of(processor: Any) -> str:
     place = getattr(processor, "boi_token", None) or getattr(processor, "image_token", None)
     if not isinstance(place, str) or not hasattr(processor, "tokenizer"):
         raise PromptError(
-            "a processor of images has a tokenizer and an image_token, as "
-            "transformers.AutoProcessor gives it; got a "
-            f"{type(processor).__name__}"
+            "a processor of images has a tokenizer and an image_token, as that of "
+            f"transformers.AutoProcessor; got a {type(processor).__name__}"
         )
     return place
 
@@ -124,8 +122,6 @@ def image_of(source: Any) -> Any:
 
 
 class _Shown(NamedTuple):
-    """An image of a prompt."""
-
     source: Any  # held, so that no other object gets its id
     image: Any
     digest: int
@@ -256,9 +252,8 @@ def _prompt(
     if number >= len(images) or len(places) != len(images[number]):
         given = len(images[number]) if number < len(images) else "no list of"
         raise PromptError(
-            f"prompt {number} has {len(places)} placeholders of images ({writer.place!r} in its "
-            f"text), but {given} images; give for each query the images of its whole prompt, also "
-            "of the demonstrations"
+            f"prompt {number} has {len(places)} placeholders of images ({writer.place!r}), but "
+            f"{given} images; give those of its whole prompt, also of the demonstrations"
         )
     shown = [reader.read(image) for image in images[number]]
     runs, inputs = writer.write([each.image for each in shown])
@@ -297,7 +292,6 @@ def _table(rows: Sequence[Sequence[int]], width: int, padding: int) -> Tensor:
 
 
 def _digest(image: Any) -> int:
-    """A number for the pixels of an image."""
     pixels = hashlib.sha256(repr(image.size).encode() + image.tobytes()).digest()
     return int.from_bytes(pixels[:7], "big")
 

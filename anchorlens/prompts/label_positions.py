@@ -67,8 +67,7 @@ class WrittenPrompt(NamedTuple):
                 f"label word {word!r} merges with what stands {side} it in the token "
                 f"{tokenizer.convert_ids_to_tokens(self.tokens[wrong])!r} "
                 f"({self.text[slice(*spans[wrong])]!r}), so it has no position of its own; put the "
-                "space into the label word (' Positive', template 'Sentiment:{label}') or change "
-                "the template"
+                "space into the word (' Positive', 'Sentiment:{label}') or change the template"
             )
         return first, last
 
@@ -97,9 +96,8 @@ def write_prompt(
             raise control.error(tokenizer, text, left[0])
     if special and special[-1]:
         raise PromptError(
-            "the tokenizer adds a special token after the prompt, so that its last token is not "
-            "where the text goes on; switch that off (for example in its tokenizer_config.json, or "
-            "by add_eos_token=False)"
+            "the tokenizer adds a special token after the prompt, so that the text does not go on "
+            "there; switch that off (in its tokenizer_config.json, or by add_eos_token=False)"
         )
     if special[:1] == [True] and tokens[1:2] == tokens[:1]:  # it is written in the text, too
         tokens, spans, special = ([each[0], *each[2:]] for each in (tokens, spans, special))
@@ -124,13 +122,8 @@ def encode(
 ) -> tuple[list[int], list[Span], list[bool]]:
     """Token ids, the characters [start, end) of each token, and which the tokenizer has added.
 
-    A token begins where the previous token ended, so that " Positive" includes its space.
-
-    Args:
-        tokenizer: A fast tokenizer.
-        text: Any text.
-        adds_special_tokens: Whether the tokenizer adds its BOS.
-        as_text: Characters that are added tokens, and are read as characters.
+    A token begins where the previous token ended, so that " Positive" includes its space. Added
+    tokens that stand ``as_text`` are read as characters.
     """
     if not as_text:
         return _encoded(tokenizer, text, adds_special_tokens)

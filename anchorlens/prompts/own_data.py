@@ -39,29 +39,17 @@ _CLASSES = ("label", "class", "category", "target", "topic", "intent", "sentimen
 
 
 class Layout(NamedTuple):
-    """Where a file has its texts and classes.
+    """Where a file has its texts and classes."""
 
-    Attributes:
-        text: The column of the texts.
-        label: The column of the classes.
-        other_texts: Other columns that may be that of the texts, the likeliest first.
-        others: Other columns that may be that of the classes, the likeliest first.
-        counts: How many rows each class has, in class order.
-        without_text: The numbers of the rows without a text, from 1.
-        without_class: The numbers of the rows without a class, from 1.
-        whole: The columns in which no row is empty.
-        is_unsure: Whether nothing but its place tells the column of the classes from another.
-    """
-
-    text: str
-    label: str
-    other_texts: list[str]
-    others: list[str]
-    counts: dict[Any, int]
-    without_text: list[int]
+    text: str  # the column of the texts
+    label: str  # the column of the classes
+    other_texts: list[str]  # columns that may be that of the texts, too, the likeliest first
+    others: list[str]  # the same for the classes
+    counts: dict[Any, int]  # how many rows each class has, in class order
+    without_text: list[int]  # the numbers of the rows without a text, from 1
     without_class: list[int]
-    whole: set[str]
-    is_unsure: bool
+    whole: set[str]  # the columns in which no row is empty
+    is_unsure: bool  # whether nothing but its place tells the column of the classes from another
 
     def __str__(self) -> str:
         """Which columns were taken, and which others may be meant."""
@@ -77,13 +65,7 @@ class Layout(NamedTuple):
 def layout_of(
     path: Path, text: str | None = None, label: str | None = None, image: str | None = None
 ) -> Layout:
-    """The columns that are named, or else those that look like texts and classes.
-
-    ``image`` names the column of paths of images, which is neither.
-
-    Raises:
-        DataError: There are no such columns.
-    """
+    """The columns that are named, or else those that look like texts and classes; not ``image``."""
     columns = {
         name: cells for name, cells in read_columns(path, label or "").items() if name != image
     }
@@ -204,11 +186,7 @@ def entries_for(layout: Layout, classes: Sequence[Any] | None, chat: bool) -> di
 
 
 def with_other_words(tokenizer: Any, task: Task) -> Task:
-    """The task with label words of which no two begin with the same token.
-
-    Raises:
-        PromptError: No such words were found.
-    """
+    """The task with label words of which no two begin with the same token, or an error."""
     is_chat = isinstance(task, ChatTask)
     before = "" if is_chat else task.pieces[1]
     names = [word.strip() for word in task.first_words]
@@ -259,10 +237,7 @@ def words_that_say_nothing(entries: Mapping[str, Any]) -> list[str]:
 
 
 def repetitions(examples: Sequence[Example]) -> str:
-    """How many rows repeat a text, and how many texts have several classes; "" if none does.
-
-    A text with another image is another one.
-    """
+    """How many rows repeat a text (with its image), and how many texts have several classes."""
     classes: dict[tuple[str, str], set[Any]] = {}
     for each in examples:
         classes.setdefault((each.text, str(each.image)), set()).add(each.label)

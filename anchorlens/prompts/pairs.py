@@ -42,8 +42,7 @@ def build_pairs(
         batch_size: Largest number of prompts in a batch.
 
     Returns:
-        Batches as those of ``build_prompts``; ``labels`` are the answers, in the order in which
-        they first occur.
+        Batches whose ``labels`` are the answers, in the order in which they first occur.
 
     Raises:
         PromptError: As ``build_prompts``, or the template lacks ``{x}`` or ``{y}``.

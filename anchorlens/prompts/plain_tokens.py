@@ -17,11 +17,10 @@ _known: WeakKeyDictionary[Any, tuple[int, Bool[Tensor, " vocab"]]] = WeakKeyDict
 
 
 def plain_tokens(tokenizer: Any, count: int) -> Bool[Tensor, " vocab"]:
-    """Which tokens may stand in a text: True for those that are plain text.
+    """Which of the model's ``count`` tokens may stand in a text.
 
-    Left out are special and other added tokens, tokens for single bytes, unused ones, each token
-    whose text, encoded alone, gives other tokens, and those of the model's ``count`` tokens that
-    the tokenizer does not know.
+    Left out are added tokens, tokens for single bytes, unused ones, those whose text, encoded
+    alone, gives other tokens, and those that the tokenizer does not know.
     """
     if not getattr(tokenizer, "is_fast", False):
         raise PromptError(

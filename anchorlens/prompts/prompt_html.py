@@ -1,9 +1,8 @@
 """A prompt as HTML: its tokens in the colours of their segments, as notebooks and reports show it.
 
 The colours are tints that let the background through, and texts inherit their colour, so that both
-light and dark pages are readable. Colour-blind readers can tell the tints apart. Label words are
-also bold and underlined, the target is in a frame, and the query has a dotted underline. Without
-style sheets ``strong`` and ``mark`` remain.
+light and dark pages are readable. Colour-blind readers can tell the tints apart, and some segments
+have a frame or a line, too. Without style sheets ``strong`` and ``mark`` remain.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -91,17 +90,10 @@ def token_spans(
     start: int = 0,
     pictures: Sequence[Picture] = (),
 ) -> str:
-    """Tokens as HTML elements that show their segment; ``PROMPT_CSS`` has their style.
-
-    The first token has the position ``start``.
+    """Tokens, the first at ``start``, as HTML elements that show their segment.
 
     Tokens without a text of their own (bytes of one character) are joined with the next token of
-    their segment, and padding is left out. All texts are escaped. An image stands in the place of
-    its tokens.
-
-    Examples:
-        >>> token_spans(["dull", " Bad", "\\n"], [1, 2, 3])[:55]
-        '<span class="al-text" data-token="0">dull</span><strong'
+    their segment, and padding is left out. An image stands in the place of its tokens.
     """
     return "".join(
         _element(segment, _html(text), names, f' data-token="{start + position}"')
@@ -113,14 +105,6 @@ def _html(text: str | Picture) -> str:
     if isinstance(text, Picture):
         return f'<img src="{escape(text.source)}" alt="">{text.text}'
     return escape(text).translate(_CONTROL)
-
-
-def segment_class(segment: int, names: Sequence[str]) -> str:
-    """The class of the elements of a segment, which gives them its colours."""
-    if of_task(names):
-        return f"al-{names[segment]}"
-    color = segment % _COLORS if names[segment] != NO_SEGMENT else "none"
-    return f"al-segment al-segment-{color}"
 
 
 def prompt_legend(segments: Iterable[int], names: Sequence[str] = SEGMENTS) -> str:
@@ -198,5 +182,9 @@ def _joined_tokens(
 
 
 def _element(segment: int, html: str, names: Sequence[str], attributes: str = "") -> str:
-    element = _ELEMENT.get(segment, "span") if of_task(names) else "span"
-    return f'<{element} class="{segment_class(segment, names)}"{attributes}>{html}</{element}>'
+    if of_task(names):
+        element, kind = _ELEMENT.get(segment, "span"), f"al-{names[segment]}"
+    else:
+        color = segment % _COLORS if names[segment] != NO_SEGMENT else "none"
+        element, kind = "span", f"al-segment al-segment-{color}"
+    return f'<{element} class="{kind}"{attributes}>{html}</{element}>'

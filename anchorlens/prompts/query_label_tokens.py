@@ -75,10 +75,7 @@ def _written_words(
     sets: Sequence[Sequence[Example]],
     queries: Sequence[Example],
 ) -> list[str]:
-    """The words as they stand after the queries, each of which is tried with one word, in turn.
-
-    A chat template takes long: with every word it would take longer than the model.
-    """
+    """The words as they stand after the queries, each tried with one word: templates take long."""
     written = [task.written_word(tokenizer, sets[0], queries[0].text, word) for word in words]
     for index, (demos, query) in enumerate(zip(sets, queries, strict=True)):
         k = index % len(words)

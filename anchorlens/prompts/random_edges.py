@@ -50,10 +50,7 @@ def drawn_edges(
     choose: _Choice,
     axes: int | tuple[int, int],
 ) -> EdgeSet:
-    """As many edges of each prompt that are neither in ``edges`` nor in ``never``.
-
-    ``axes`` are those over which edges are counted.
-    """
+    """As many edges of each prompt, counted over axes, neither in ``edges`` nor in ``never``."""
     allowed = edges_between(batch.up_to_target, batch.up_to_target).table()
     counted = check_edges(batch, edges).table() & allowed
     free = allowed & ~never.table() & ~counted

@@ -47,9 +47,6 @@ def relabel(
             ``relabeling.symbols(words)``, or your own function: (task, demonstrations) to (task,
             demonstrations), for one set.
 
-    Returns:
-        The task, whose label words ``symbols`` replaces, and new demonstrations.
-
     Raises:
         PromptError: A demonstration has no label or one that is not a class of the task, a class
             has no demonstration any more, or ``how`` is no such function.
@@ -61,8 +58,6 @@ def relabel(
         >>> prompts = al.build_prompts(model.tokenizer, task, flipped, ["Who?"])
         >>> any(before.label == after.label for before, after in zip(demos, flipped))
         False
-        >>> al.relabeling.relabel(flipped, task, how)[1] == demos
-        True
     """
     if not demonstrations:
         raise PromptError("there are no demonstrations to relabel")
@@ -93,9 +88,6 @@ def random(seed: int = 0) -> Relabeling:
     Args:
         seed: Seeds a separate generator, with the texts: equal sets get equal labels.
 
-    Raises:
-        PromptError: The seed is not a whole number.
-
     Examples:
         >>> demos = [al.Example(text, k % 2) for k, text in enumerate("abcdef")]
         >>> _, mixed = al.relabeling.relabel(demos, al.TASKS["sst2"], al.relabeling.random(seed=1))
@@ -125,7 +117,7 @@ def flipped(share: float = 1.0, seed: int = 0) -> Relabeling:
         seed: Seeds a separate generator, for the pairs of classes and the demonstrations.
 
     Raises:
-        PromptError: The share is not a number from 0 to 1, or the seed not a whole number.
+        PromptError: The share is not from 0 to 1.
 
     Examples:
         >>> demos = [al.Example("dull", 0), al.Example("fun", 1)]
@@ -160,8 +152,7 @@ def symbols(words: Sequence[str]) -> Relabeling:
             with the space before them (``[" A", " B"]``).
 
     Raises:
-        PromptError: (When it is used) there is not a word for each class, or the words are no label
-            words; see ``Task``.
+        PromptError: When it is used: there is not a label word for each class.
 
     Examples:
         >>> demos = [al.Example("dull", 0), al.Example("fun", 1)]
@@ -174,10 +165,8 @@ def symbols(words: Sequence[str]) -> Relabeling:
     def replace_words(task: Task, demonstrations: Demonstrations) -> tuple[Task, Demonstrations]:
         changed = replace(task, labels=words)
         if len(changed.labels) != len(task.labels):
-            raise PromptError(
-                f"symbols need a word for each of the {len(task.labels)} classes; got "
-                f"{list(words)!r}"
-            )
+            count = len(task.labels)
+            raise PromptError(f"symbols need a word for each of the {count} classes; got {words}")
         return changed, demonstrations
 
     return replace_words

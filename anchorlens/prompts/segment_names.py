@@ -8,7 +8,6 @@ SEGMENTS = ("other", "text", "label", "format", "query", "target")
 ``text`` holds the texts of the demonstrations, ``label`` all tokens of label words, ``format`` the
 template and separators around them, ``query`` the query with its format, ``target`` the target
 position, and ``other`` the rest (BOS, instructions). Padding is in no segment: its number is -1.
-``al.edges.segment(batch, name)`` gives the positions of a segment.
 """
 
 IMAGE = "image"

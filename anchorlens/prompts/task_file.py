@@ -149,8 +149,7 @@ def examples_of(entries: Mapping[str, Any], task: Task) -> Examples:
     if classes is not None and len(classes) != len(task.labels):
         raise DataError(
             f"classes lists {len(classes)} values of the label column, but the task has "
-            f"{len(task.labels)} classes ({', '.join(map(str, task.labels))}); list one value for "
-            "each class, in the same order"
+            f"{len(task.labels)} classes ({', '.join(map(str, task.labels))}); list one for each"
         )
     columns = {
         "text": entries.get("text_column", "text"),

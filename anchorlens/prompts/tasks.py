@@ -48,15 +48,12 @@ def check_score(score: Any) -> None:
 
 
 class Piece(NamedTuple):
-    """Some characters of a prompt: their segment, and the class that they name, if any.
-
-    The format of a prompt may hold control tokens, what the data gives may not.
-    """
+    """Some characters of a prompt."""
 
     text: str
     segment: int
-    label: int | None = None
-    is_data: bool = False
+    label: int | None = None  # the class that they name
+    is_data: bool = False  # what the data gives holds no control tokens
 
 
 @checked
@@ -81,9 +78,8 @@ class Task:
             do (``al.build_pairs``). Otherwise every class needs a demonstration.
 
     Raises:
-        PromptError: The template lacks a field, has another one or has the fields in the wrong
-            order, there are fewer than two labels, two label words are the same, or ``score`` does
-            not give one number a prompt.
+        PromptError: The template has not these two fields in this order, there are fewer than two
+            labels, two are the same, or ``score`` does not give one number a prompt.
 
     Examples:
         >>> task = Task("Review: {text}\nSentiment:{label}", labels=[" Negative", " Positive"])

@@ -10,11 +10,7 @@ _INCOMPLETE = "\ufffd"  # a tokenizer decodes a part of a character to it
 
 
 def token_texts(tokenizer: Any, ids: Sequence[int]) -> list[str]:
-    """What each token adds to the text of a prompt; joined they are the text.
-
-    A token that is only a part of a character adds nothing; the last token of the character adds
-    all of it.
-    """
+    """What each token adds to the text of a prompt; the last of a character adds all of it."""
     tokenizer = tokenizer_of(tokenizer)
     if ids and max(ids) >= len(tokenizer):
         raise PromptError(

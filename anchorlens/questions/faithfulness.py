@@ -32,7 +32,7 @@ from ..metrics.segment_flows import SegmentFlows
 from ..metrics.segment_rollout import SegmentRollout
 from ..models.hooked import HookedModel
 from ..prompts.batch import PromptBatch, digests
-from ..prompts.named_segments import SegmentsOfBatch
+from ..prompts.positions import SegmentsOfBatch
 from ..prompts.random_edges import draw_generator
 from ..results import figures
 from ..results.answer import Answer, cannot_tell, listed, speaks_of

@@ -31,7 +31,7 @@ from ..passes.forward import losses_of, run_pass
 from ..passes.loss_checks import check_gradient_of_loss
 from ..passes.losses import LossOfBatch
 from ..prompts.batch import PromptBatch
-from ..prompts.named_segments import SegmentsOfBatch
+from ..prompts.positions import SegmentsOfBatch
 from ..results.contributions import Contributions
 from ..results.kinds import mean
 from ..runs.passes import WHOLE, Passes

@@ -6,7 +6,7 @@ from functools import cache
 from importlib.resources import files
 from math import nan
 from types import MappingProxyType
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from ..prompts.examples import BUNDLED
 from ..results.results import Results
@@ -26,8 +26,10 @@ class Published(NamedTuple):
     spread: float = nan
 
 
+@cache
 def published(paper: str, table: str) -> Mapping[str, Mapping[str, Mapping[str, Published]]]:
     """The values of ``published("anchors", "table_1")``, say, by setting, row and column."""
+    text = (files("anchorlens") / "data" / "published.toml").read_text("utf-8")
     return {
         setting: {
             row: {
@@ -36,15 +38,9 @@ def published(paper: str, table: str) -> Mapping[str, Mapping[str, Mapping[str, 
             }
             for row, values in rows.items()
         }
-        for setting, rows in _file()[paper][table].items()
+        for setting, rows in tomllib.loads(text)[paper][table].items()
         if setting != "note"
     }
-
-
-@cache
-def _file() -> dict[str, Any]:
-    text = (files("anchorlens") / "data" / "published.toml").read_text("utf-8")
-    return tomllib.loads(text)
 
 
 def task_name(task: str) -> str:

@@ -29,14 +29,7 @@ from ..prompts.examples import Example
 from ..prompts.tasks import Task
 from ..report.ability import ability_of, reason_against_ability
 from ..report.answer import YES_OR_NO
-from ..report.claims import (
-    LIMITS,
-    NEEDED,
-    SIGNS,
-    Claim,
-    Verdict,
-    claims,
-)
+from ..report.claims import LIMITS, NEEDED, SIGNS, Claim, Verdict, claims
 from ..results import figures
 from ..results.answer import Answer, cannot_tell, listed, speaks_of
 from ..results.estimate import Estimate
@@ -218,7 +211,8 @@ def across_models(
 
     Each model is freed before the next is loaded. One that fails (it is not found, has too few
     layers, does not fit into memory) is a row with the reason, and a warning; the others are
-    computed, and of the one that failed the claims before it count.
+    computed, and of the one that failed the claims before it count. Arguments that are not listed
+    are those of ``sample_prompts`` (whose defaults count), ``load_model`` and ``analyse``.
 
     How to read:
         A row is what ``claims`` says of that model alone. Its intervals speak of other queries or
@@ -233,21 +227,9 @@ def across_models(
             of your own, whose values may also be hooked models, which stay in memory, and functions
             without arguments that load one.
         task: As in ``sample_prompts``; or a function of the tokenizer that makes the prompts.
-        examples: As in ``sample_prompts``.
         revisions: Branches, tags or commits on the hub, such as checkpoints of a training: each
             model is analysed at each of them.
-        queries: As in ``sample_prompts``, whose defaults count.
-        shots: As in ``sample_prompts``.
-        seeds: As in ``sample_prompts``.
-        batch_size: As in ``sample_prompts``.
         device: As in ``load_model``, for models that are given by name.
-        device_map: As in ``load_model``.
-        dtype: As in ``load_model``.
-        depth: As in ``analyse``.
-        draws: As in ``analyse``.
-        random_weights: As in ``analyse``.
-        gradient_checkpointing: As in ``analyse``.
-        resamples: As in ``analyse``.
         keep: Called with the claims of all models so far after each model, in the main process.
         folder: Stores what each batch of each model contributed; after an interruption, or with
             more models, the same call goes on from there. Models are loaded again, to compare them.
@@ -303,8 +285,6 @@ def across_models(
 
 
 class _Row(NamedTuple):
-    """What is kept of a model."""
-
     claims: Sequence[Claim]
     accuracy: Estimate
     is_failed: bool
@@ -327,7 +307,6 @@ def _row_of(load: Callable[[], Any], make_prompts: MakePrompts, run: Callable[..
 
 
 def _record(rows: Mapping[str, _Row]) -> AcrossModelsRecord:
-    """The record of all models so far."""
     cells = [[_claim_in(row, statement) for statement in LIMITS] for row in rows.values()]
     numbers = [
         [row.accuracy, *(claim.estimate for claim in of_model)]

@@ -23,19 +23,10 @@ class Advice(StrEnum):
 
 @dataclass(frozen=True)
 class Ability:
-    """What a model answers in a task.
-
-    Attributes:
-        accuracy: The share of right answers.
-        queries: The number of queries of each class.
-        answers: How often each class is the answer; empty where this is not known.
-        labels: The label words of the classes.
-    """
-
-    accuracy: Estimate
-    queries: Sequence[int]
-    answers: Sequence[int]
-    labels: Sequence[str]
+    accuracy: Estimate  # the share of right answers
+    queries: Sequence[int]  # of each class
+    answers: Sequence[int]  # how often each class is the answer; empty where this is not known
+    labels: Sequence[str]  # the label words of the classes
 
     @property
     def commonest(self) -> float:
@@ -55,7 +46,6 @@ class Ability:
         return Advice.MORE if may_do_it else Advice.OTHERS
 
     def why_unclear(self) -> str:
-        """Why the numbers say nothing of how the model answers; "" if it does the task."""
         if isnan(self.accuracy.low):
             return "the accuracy has no interval: run with resamples, and with more than one prompt"
         if self.is_clear:

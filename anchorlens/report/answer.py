@@ -15,23 +15,14 @@ from ..results.estimate import Estimate, in_digits
 from ..results.record import Record
 from ..system.arguments import fitted
 from .ability import ability_of, reason_against_ability
-from .claims import (
-    NO_NUMBER,
-    Claim,
-    Verdict,
-    first_layers_isolations,
-    judge_distances,
-)
+from .claims import NO_NUMBER, Claim, Verdict, first_layers_isolations, judge_distances
 
 ARE_ANCHORS = "Does the model use its label words as anchors?"
 YES_OR_NO = {Verdict.AGREES: "Yes", Verdict.DOES_NOT_AGREE: "No", Verdict.CANNOT_TELL: "Not sure"}
 
 
 def answer_of(records: Collection[Record], judged: Sequence[Claim]) -> Answer | None:
-    """What the records of a task say first: of the claims, or of the first record that answers.
-
-    What a model that does not do the task shows is no answer.
-    """
+    """What the records of a task say first: of the claims, or of the first record that answers."""
     if judged:
         sentence, number = _on_claims(records, judged)
         return Answer(ARE_ANCHORS, sentence, how_sure(records, judged), number)
@@ -85,10 +76,7 @@ def sentences(records: Collection[Record]) -> list[str]:
 
 
 def surprises(records: Collection[Record]) -> list[str]:
-    """What differs from the pattern of the paper: layers, and signs.
-
-    Nothing surprises in a model that does not do the task.
-    """
+    """What differs from the pattern of the paper, if the model does the task: layers, and signs."""
     if reason_against_ability(records):
         return []
     found: list[str] = []
@@ -168,10 +156,7 @@ def _has_flows_of_the_paper(record: SaliencyFlowsRecord) -> bool:
 
 
 def _layers_against_the_pattern(record: SaliencyFlowsRecord) -> Iterator[str]:
-    """Shallow layers with more flow out of the label words than into them, and deep ones with less.
-
-    The intervals of both must not meet. A model of one layer has neither.
-    """
+    """Shallow layers with more flow out of the label words than into them, deep ones with less."""
     layers = with_pattern(record.info, len(record.share))
     if not _has_flows_of_the_paper(record) or len(layers) == 1:
         return

@@ -25,23 +25,14 @@ LONGEST_HEADING = 80  # characters of an answer that a heading has
 
 
 class TokenReads(NamedTuple):
-    """What one step reads in one layer, or in all layers together.
+    """What one step reads in one layer, or in all layers together."""
 
-    Attributes:
-        keys: Positions of the strongest tokens, largest weight first, whatever its sign.
-        sizes: Weight of the edge to each of them.
-        share: Part of the sizes of all weights that they hold, from 0 to 1.
-        shares: Part of the sizes of all weights that each segment holds, from 0 to 1.
-        means: Mean weight of the edges to each segment; None where it has no earlier token.
-        runs: Sum of the weights of the edges to each run of tokens of one segment.
-    """
-
-    keys: list[int]
-    sizes: list[float]
-    share: float
-    shares: list[float]
-    means: list[float | None]
-    runs: list[float]
+    keys: list[int]  # positions of the strongest tokens, largest weight first, whatever its sign
+    sizes: list[float]  # the weight of the edge to each of them
+    share: float  # of the sizes of all weights that they hold
+    shares: list[float]  # the same of each segment
+    means: list[float | None]  # of the weights to each segment; None where it has no earlier token
+    runs: list[float]  # the sum of the weights to each run of tokens of one segment
 
 
 @dataclass(frozen=True, eq=False, kw_only=True, repr=False)
@@ -83,11 +74,9 @@ class AnswerFlows(FlowPage):
         }
 
     def rows(self) -> list[tuple[int, int, str]]:
-        """Runs of tokens of one segment."""
         return [(first, last, "run") for first, last in _runs(self.segments)]
 
     def data(self) -> dict[str, Any]:
-        """Steps, and what each reads."""
         return {
             "steps": [
                 {"position": position, "loss": loss}
@@ -128,10 +117,7 @@ def plot_answer(flows: StepFlowsRecord) -> AnswerFlows:
         )
     weights = flows.read_of_tokens.double()
     if not weights.isfinite().all():
-        raise MetricError(
-            "the flows are not finite (NaN or infinite); compute them in float32 "
-            "(dtype=torch.float32)"
-        )
+        raise MetricError("the flows are not finite; compute them in float32 (dtype=torch.float32)")
     names = tuple(flows.axis_names("segment") or ())
     segments = [len(names) if k == PADDING else k for k in flows.segment_of_tokens.tolist()]
     names = names if of_task(names) and len(names) not in segments else (*names, NO_SEGMENT)
@@ -150,6 +136,8 @@ def plot_answer(flows: StepFlowsRecord) -> AnswerFlows:
         ]
         for of, position in zip(weights, positions, strict=True)
     ]
+    answer = " ".join("".join(tokens[position] for position in positions).split())
+    short = answer if len(answer) <= LONGEST_HEADING else f"{answer[: LONGEST_HEADING - 1]}…"
     return AnswerFlows(
         tokens=list(tokens),
         segments=segments,
@@ -158,7 +146,7 @@ def plot_answer(flows: StepFlowsRecord) -> AnswerFlows:
         losses=flows.loss.tolist(),
         layers=[list(of_layer) for of_layer in zip(*of_steps, strict=True)],
         weight=str(flows.info.get("weight", "weight")),
-        heading=_shortened("".join(tokens[position] for position in positions)),
+        heading=f"Where each token of “{short}” comes from.",
     )
 
 
@@ -166,13 +154,6 @@ def _runs(segments: Sequence[int]) -> list[tuple[int, int]]:
     """First and last position of each run of tokens of one segment."""
     runs = [list(run) for _, run in groupby(range(len(segments)), segments.__getitem__)]
     return [(run[0], run[-1]) for run in runs]
-
-
-def _shortened(text: str) -> str:
-    """Which answer it is, by its first words."""
-    words = " ".join(text.split())
-    short = words if len(words) <= LONGEST_HEADING else f"{words[: LONGEST_HEADING - 1]}…"
-    return f"Where each token of “{short}” comes from."
 
 
 def _reads_of(

@@ -76,16 +76,10 @@ NO_NUMBER = Estimate(nan)
 
 @dataclass(frozen=True)
 class Control:
-    """A number with which that of a claim is compared.
-
-    Attributes:
-        name: What it is.
-        estimate: The number and its interval; NaN where there are only draws.
-        draws: The numbers of random draws.
-    """
+    """A number with which that of a claim is compared."""
 
     name: str
-    estimate: Estimate = NO_NUMBER
+    estimate: Estimate = NO_NUMBER  # NaN where there are only draws
     draws: Sequence[float] = ()
 
     def __str__(self) -> str:
@@ -167,30 +161,24 @@ def claims(results: Mapping[str, Any]) -> Claims:
 
     A claim *agrees* if the whole 95 % interval of its number is above a limit, and *does not agree*
     if the whole interval is below it. In every other case one *cannot tell*: the interval includes
-    the limit, or there is no number or no interval. If the claim is false by as little as can be,
-    that is, if the number is the limit, at most 5 of 100 verdicts agree and at most 5 do not.
+    the limit, or there is no number or no interval. If the number is the limit, at most 5 of 100
+    verdicts agree and at most 5 do not.
 
-    The interval is over what the claim is about, as far as the run can say: over sets of
-    demonstrations where it has several of at least ten queries, else over queries, and ``scope``
-    says so. The claim about key distances is about classes, and the permutation test of
-    ``diagnose`` decides. In the claim about isolation the label words must differ from random words
-    by more than one draw of random words from another. Where prompts begin with a BOS, only a run
-    in which the edges to BOS stay decides, because cutting these edges alone may change answers.
-    One cannot tell from a flow or an AUCROC that ``analyse`` also found in a model of random
-    weights: the architecture and the prompts alone may give it.
-
-    One also cannot tell, whatever the numbers are, if the model does not do the task: if the 95 %
-    interval of its accuracy is not above the share of the commonest class. There is then no answer
-    that the demonstrations could explain, and numbers of a model with random weights can be far
-    from chance (docs/definitions.md, "Claims and verdicts").
+    The interval is over sets of demonstrations where the run has several of at least ten queries,
+    else over queries, and ``scope`` says so. The claim about key distances is about classes, and
+    the permutation test of ``diagnose`` decides. In the claim about isolation the label words must
+    differ from random words by more than one draw of random words from another; where prompts begin
+    with a BOS, only a run in which the edges to it stay decides. One cannot tell from a flow or an
+    AUCROC that ``analyse`` also found in a model of random weights, nor from any number if the
+    model does not do the task: if the 95 % interval of its accuracy is not above the share of the
+    commonest class (docs/definitions.md, "Claims and verdicts").
 
     Args:
         results: Records of one task by name, as ``al.run`` returns them; also mappings of records.
 
     Returns:
         A claim for each of these that is among the results: flows (three claims), isolation in the
-        first layers, attention AUCROC and anchor distances. A list, which prints a line for each,
-        with its reason, and is a table in a notebook.
+        first layers, attention AUCROC and anchor distances. A list, which prints a line for each.
 
     Raises:
         AnchorlensError: A value is neither a record nor a mapping of records, or two have one name.
@@ -251,21 +239,15 @@ class Isolation:
         return f"{words} with attention ({others} still carry them)" if others else words
 
     def estimate(self, name: str) -> Estimate:
-        """A number at this site."""
         return self.record.estimate(name, self.site)
 
     def draws(self, name: str) -> Tensor:
-        """A number of each random draw at this site."""
         of_draws: Tensor = getattr(self.record, name)
         return of_draws[..., self.site].double().cpu()
 
 
 def estimate_over_sets(record: Record, name: str, *index: int) -> Estimate:
-    """A number with its 95 % interval over sets of demonstrations, or over queries of a single set.
-
-    Of several sets with at least ten queries each, it is made from the sets' numbers, whose mean
-    the number is, as the kind of the field says.
-    """
+    """A number with its 95 % interval over given sets of demonstrations, or else over queries."""
     number = record.estimate(name, *index)
     of_sets = record.info.get("of_sets", {}).get(name)
     if of_sets is None:
@@ -288,8 +270,8 @@ def scope_of(record: Record) -> str:
 def first_layers_isolations(records: Iterable[Record]) -> list[Isolation]:
     """The isolations of the first layers in all heads, the one that counts first.
 
-    One with the edges to BOS left comes before others, because cutting these alone may do much of
-    the damage; a shallow one comes before all.
+    Shallow ones come first, and of these such with edges to BOS left: cutting these alone may do
+    much of the damage.
     """
     sites = [
         Isolation(record, site)
@@ -412,6 +394,7 @@ def _of_isolation(isolation: Isolation, *others: Isolation) -> Claim:
     cut = [each for each in others if each.layers == isolation.layers and is_left]
     cut_too = Control("BOS cut too", gap_of(cut[0])[0]) if cut else None
     layers = isolation.first_layers()
+    changed, by_random = (f"{100 * (1 - each.value):z.0f} %" for each in (label, control))
     claim = _claim(
         NEEDED,
         f"share of predicted labels that stay with random words isolated in {layers}"
@@ -422,7 +405,8 @@ def _of_isolation(isolation: Isolation, *others: Isolation) -> Claim:
         scope=scope_of(isolation.record),
         no_number=f"{layers} are more than half of the layers: isolate fewer",
         controls=(Control("random words", draws=draws.tolist()), *([cut_too] if cut_too else [])),
-        clause=isolation_changes(layers, label, control, number),
+        clause=f"isolating the label words in {layers} changes {changed} of the predictions and "
+        f"isolating random words {by_random} (a difference of {number.percent()})",
     )
     if isolation.record.info.get("begins_with_bos") and not is_left:
         reason = (
@@ -440,20 +424,8 @@ def _of_isolation(isolation: Isolation, *others: Isolation) -> Claim:
     return claim
 
 
-def isolation_changes(layers: str, label: Estimate, control: Estimate, gap: Estimate) -> str:
-    """What isolation changes, in words, from the label loyalty with it and with random words."""
-    changed, by_random = (f"{100 * (1 - each.value):z.0f} %" for each in (label, control))
-    return (
-        f"isolating the label words in {layers} changes {changed} of the predictions and isolating "
-        f"random words {by_random} (a difference of {gap.percent()})"
-    )
-
-
 def gap_of(isolation: Isolation) -> tuple[Estimate, str]:
-    """Label loyalty of random words minus that of the label words, with the interval that counts.
-
-    Over sets of demonstrations, or over queries and draws; and why draws give no interval, or "".
-    """
+    """Label loyalty of random words minus that of label words; why it has no interval, or ""."""
     record, site = isolation.record, isolation.site
     number = estimate_over_sets(record, "label_gap", site)
     return (number, "") if "of_sets" in record.info else _as_one_more_draw(number, isolation)

@@ -1,20 +1,16 @@
 """What is among the results of a task: records by name, and prompts by heading."""
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
-from typing import Any
+from collections.abc import Iterator, Mapping
+from typing import Any, NamedTuple
 
 from ..errors import AnchorlensError
 from ..results.record import Record
 from .flow_page import FlowPage
 
 
-@dataclass(frozen=True)
-class Contents:
-    """Records and prompts by name."""
-
-    records: dict[str, Record] = field(default_factory=dict)
-    prompts: dict[str, FlowPage] = field(default_factory=dict)
+class Contents(NamedTuple):
+    records: dict[str, Record]
+    prompts: dict[str, FlowPage]
 
 
 def contents_of(results: Mapping[str, Any]) -> Contents:
@@ -23,16 +19,8 @@ def contents_of(results: Mapping[str, Any]) -> Contents:
     Raises:
         AnchorlensError: A value is no record, prompt or mapping of these, or two have one name.
     """
-    contents = Contents()
-    _collect(results, contents)
-    return contents
-
-
-def _collect(results: Mapping[str, Any], contents: Contents) -> None:
-    for name, value in results.items():
-        if isinstance(value, Mapping):
-            _collect(value, contents)
-            continue
+    contents = Contents({}, {})
+    for name, value in _items_in(results):
         if name in contents.records or name in contents.prompts:
             raise AnchorlensError(
                 f"two results have the name {name!r}, so that one would be left out; rename one, "
@@ -45,6 +33,11 @@ def _collect(results: Mapping[str, Any], contents: Contents) -> None:
         else:
             raise AnchorlensError(
                 "results are records, what al.plot_prompt and al.plot_answer return, or mappings "
-                f"of these by name; {name!r} is a {type(value).__name__} (figures of your own are "
-                "given by figures=)"
+                f"of these; {name!r} is a {type(value).__name__} (figures= takes your own figures)"
             )
+    return contents
+
+
+def _items_in(results: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+    for name, value in results.items():
+        yield from _items_in(value) if isinstance(value, Mapping) else [(name, value)]

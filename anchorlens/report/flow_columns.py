@@ -28,14 +28,7 @@ def flow_columns(
     panels: Sequence[str],
     title: str,
 ) -> go.Figure:
-    """The flows of each panel; those of label words and target have colours.
-
-    Examples:
-        >>> sums = torch.tensor([[[0.0, 0.0], [2.0, 0.0]]])
-        >>> figure = flow_columns(sums, ["a", "b"], [0, 0], ["layer 0"], "flows")
-        >>> figure.data[0].y, figure.data[0].customdata  # from token 0 to token 1
-        ((0, 1, None), ('2.00', '2.00', None))
-    """
+    """The flows of each panel; those of label words and target have colours."""
     most = float(sums.max()) or 1.0
     levels = (sums / most * LEVELS).round().int()
     shown = sums[levels > 0].sum() / (sums.sum() or 1.0)

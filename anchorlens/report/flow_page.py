@@ -107,7 +107,6 @@ def style() -> Markup:
 
 
 def script() -> Markup:
-    """The script of fragments."""
     return Markup("").join(map(static, ("prompt.js", "answer.js", "flows.js")))
 
 

@@ -43,7 +43,6 @@ def forest(claims: Sequence[Claim], note: str = "") -> Markup:
 
 
 def _rows_of_claim(claim: Claim, top: float) -> Iterator[str]:
-    """The number of a claim, its limit and its controls."""
     place, middle = _scale(claim), top + LINE / 2
     end = top + LINE * (1 + len(claim.controls))
     limit = place(claim.limit)
@@ -76,10 +75,7 @@ def _interval(estimate: Estimate, place: Place, middle: float, kind: str) -> Ite
 
 
 def _scale(claim: Claim) -> Place:
-    """A function from a number to its place along the axis, which has all numbers of the claim.
-
-    Ratios have a logarithmic axis.
-    """
+    """A function from a number to its place along the axis, which has all numbers of the claim."""
     estimates = [claim.estimate, *(control.estimate for control in claim.controls)]
     numbers = [claim.limit, *(draw for control in claim.controls for draw in control.draws)]
     numbers += [end for each in estimates for end in (each.value, each.low, each.high)]

@@ -29,7 +29,6 @@ from .ability import reason_against_ability
 from .answer import answer_of, sentences, surprises
 from .claims import HOW_VERDICTS_ARE_REACHED, Claim, claims
 from .contents import Contents, contents_of
-from .flow_page import FlowPage
 from .forest import HEADING, forest
 from .prompt_flows import PromptFlows
 from .templates import TERMS, json_in_script, static, template
@@ -104,8 +103,6 @@ class _OfPrompt:
 
 @dataclass(frozen=True)
 class _Chapter:
-    """The results of one task."""
-
     id: str
     name: str = ""
     source: str = ""  # the model and the task
@@ -140,13 +137,11 @@ def write_report(
     The page begins with a sentence that answers, the pictures of single prompts, those with right
     answers first, and the claims of the paper (``claims``), drawn with their intervals, limits and
     controls. Each figure can be saved as SVG or PNG. The page needs no other file and no
-    network. Texts are escaped. Numbers of single prompts and of single tokens are not shown; the
-    saved results hold them.
+    network. Numbers of single prompts and of single tokens are not shown; saved results hold them.
 
     Args:
-        results: Records by heading, as ``al.run`` returns them; also what ``al.plot_prompt``,
-            ``al.plot_answer`` return. Several tasks are a mapping of
-            such results by task.
+        results: Records by heading, as ``al.run`` returns them; also what ``al.plot_prompt`` and
+            ``al.plot_answer`` return. Several tasks are a mapping of such results by task.
         path: The ``.html`` file to write.
         title: Heading of the page.
         settings: Settings of the run, such as task and seeds; the records hold model and versions.
@@ -158,13 +153,10 @@ def write_report(
         answers: What is said before the numbers of each task ("" for results without tasks), in
             place of what ``claims``, or ``answer`` of a record, says.
 
-    Returns:
-        The path.
-
     Raises:
         AnchorlensError: There is nothing to report; a result is no record, prompt or mapping of
             these; two results of a task have one name; or a figure has a kind of trace that the
-            plotting library of the page does not draw.
+            page does not draw.
 
     Examples:
         >>> results = al.run(model, batches, [al.SaliencyFlows()], progress=False)
@@ -180,7 +172,12 @@ def write_report(
     every = [record for chapter in contents.values() for record in chapter.records.values()]
     common = _common_info(every)
     given, extra, given_answers = dict(settings or {}), dict(figures or {}), answers or {}
-    _refuse_ambiguous(extra, list(contents.values()))
+    for heading in extra:
+        if sum(heading in chapter.records for chapter in contents.values()) > 1:
+            raise AnchorlensError(
+                f"the figure {heading!r} would replace the plots of several tasks; give it another "
+                "heading, or write a report for each task"
+            )
     chapters = [
         _chapter(_id("task", number, name), name, chapter, extra, common, given_answers.get(name))
         for number, (name, chapter) in enumerate(contents.items())
@@ -235,16 +232,6 @@ def _with_terms(chapters: Sequence[_Chapter]) -> Iterator[_Chapter]:
         yield replace(chapter, sections=sections)
 
 
-def _refuse_ambiguous(figures: Mapping[str, Any], chapters: Sequence[Contents]) -> None:
-    """Raise an error for a figure that would replace the plots of several records."""
-    for heading in figures:
-        if sum(heading in chapter.records for chapter in chapters) > 1:
-            raise AnchorlensError(
-                f"the figure {heading!r} would replace the plots of several tasks; give it another "
-                "heading, or write a report for each task"
-            )
-
-
 def _chapter(
     chapter_id: str,
     name: str,
@@ -257,11 +244,12 @@ def _chapter(
     judged, records = claims(contents.records), list(contents.records.values())
     answer = answer or answer_of(records, judged)
     pages = {
-        name: _OfPrompt(_id(chapter_id, "prompt", number), _heading(name), flows.fragment())
-        for number, (name, flows) in enumerate(contents.prompts.items())
+        name: _OfPrompt(_id(chapter_id, "prompt", number), _heading(name), page.fragment())
+        for number, (name, page) in enumerate(contents.prompts.items())
     }
-    choices = _choices(contents.prompts)
-    largest = _largest_arc(contents.prompts, choices)
+    flows = {name: page for name, page in contents.prompts.items() if isinstance(page, PromptFlows)}
+    choices = _choices(flows)
+    largest = _largest_arc(flows, choices)
     prompts = [
         replace(pages.pop(name), choice=choice, largest=largest) for name, choice in choices.items()
     ]
@@ -294,14 +282,13 @@ def _chapter(
 
 
 def _largest_arc(
-    pages: Mapping[str, FlowPage], choices: Mapping[str, str]
+    flows: Mapping[str, PromptFlows], choices: Mapping[str, str]
 ) -> tuple[float, str] | None:
     """The largest arc of several prompts, and the words by which its prompt is chosen."""
-    arcs = {name: page.largest() for name, page in pages.items() if isinstance(page, PromptFlows)}
-    if len(arcs) < 2:
+    if len(flows) < 2:
         return None
-    name = max(arcs, key=arcs.__getitem__)
-    return float(f"{arcs[name]:.3g}"), f"“{choices[name]}”"
+    name = max(flows, key=lambda name: flows[name].largest())
+    return float(f"{flows[name].largest():.3g}"), f"“{choices[name]}”"
 
 
 def _same(texts: Sequence[Sequence[str]]) -> int:
@@ -310,16 +297,15 @@ def _same(texts: Sequence[Sequence[str]]) -> int:
     return len([*same]) if len(texts) > 1 else 0
 
 
-def _short(text: str, most: int = 40) -> str:
-    return text if len(text) <= most else f"{text[: most - 1]}…"
+def _short(text: str) -> str:
+    return text if len(text) <= 40 else f"{text[:39]}…"
 
 
-def _choices(pages: Mapping[str, FlowPage]) -> dict[str, str]:
+def _choices(flows: Mapping[str, PromptFlows]) -> dict[str, str]:
     """The words by which a prompt is chosen: whether the answer is right, and the query.
 
     What the model got right comes first, and words with which all queries begin are left out.
     """
-    flows = {name: page for name, page in pages.items() if isinstance(page, PromptFlows)}
     queries = [page.query.split() for page in flows.values()]
     # The template of the task is the same in all of them.
     begin, end = _same(queries), _same([query[::-1] for query in queries])
@@ -335,7 +321,6 @@ def _choices(pages: Mapping[str, FlowPage]) -> dict[str, str]:
 def _section(
     section_id: str, name: str, record: Record, figures: dict[str, Any], common: Mapping[str, Any]
 ) -> _Section:
-    """The section of a record."""
     frame, tensors = _frame(record), record.tensors()
     counted = {field for field in tensors if not tensors[field].is_floating_point()}
     if name not in figures and has_plot(record):
@@ -375,7 +360,11 @@ def _figure_section(section_id: str, heading: str, figure: go.Figure | None) -> 
     """A section with a figure alone; its title becomes text, which wraps on a narrow screen."""
     if figure is None:
         return _Section(section_id, heading)
-    _refuse_unknown_traces(heading, figure)
+    if unknown := {trace.type for trace in figure.data} - _DRAWN:  # would be drawn as lines
+        raise AnchorlensError(
+            f"the figure {heading!r} has traces of the kind {', '.join(sorted(unknown))}, which "
+            f"the page does not draw; it draws {', '.join(sorted(_DRAWN))}"
+        )
     meta = figure.layout.meta if isinstance(figure.layout.meta, dict) else {}
     if "sentence" in meta:
         return _Section(section_id, heading, sentence=str(meta["sentence"]))
@@ -395,16 +384,6 @@ def _figure_section(section_id: str, heading: str, figure: go.Figure | None) -> 
         min_width=int(meta.get("min_width", _MIN_WIDTH)),
         caption=str(meta.get("caption", "")),
     )
-
-
-def _refuse_unknown_traces(heading: str, figure: go.Figure) -> None:
-    """Raise an error for traces that the page would silently draw as lines."""
-    unknown = {trace.type for trace in figure.data} - _DRAWN
-    if unknown:
-        raise AnchorlensError(
-            f"the figure {heading!r} has traces of the kind {', '.join(sorted(unknown))}, which "
-            f"the page does not draw; it draws {', '.join(sorted(_DRAWN))}"
-        )
 
 
 def _made_by(record: Record, name: str, kind: type) -> Any:

@@ -22,12 +22,7 @@ from ..errors import AnchorlensError
 from ..experiments.saliency import observe_products
 from ..metrics.edge_sums import row_pieces
 from ..metrics.predictions import predicted_class
-from ..models.hooked import (
-    HookedModel,
-    attention_layers,
-    check_fits,
-    refuse_folded_value_biases,
-)
+from ..models.hooked import HookedModel, attention_layers, check_fits, refuse_folded_value_biases
 from ..models.load import ensure_prepared
 from ..models.model_state import frozen_in_eval_mode
 from ..passes.forward import run_pass
@@ -52,19 +47,12 @@ MOST_SUMS = 20_000_000  # of all layers and heads, in memory; of longer prompts 
 
 
 class Strongest(NamedTuple):
-    """The strongest flows between two different tokens, or arcs between parts, largest first.
+    """The strongest flows between two different tokens, or arcs between parts, largest first."""
 
-    Attributes:
-        keys: Position or part from which each comes.
-        queries: Position or part to which it goes.
-        sizes: Saliency of each, in nats; of an arc the sum over all pairs of tokens of its parts.
-        share: Part of the saliency between different tokens that they hold, from 0 to 1.
-    """
-
-    keys: list[int]
-    queries: list[int]
-    sizes: list[float]
-    share: float
+    keys: list[int]  # the position or part from which each comes
+    queries: list[int]  # and to which it goes
+    sizes: list[float]  # saliency in nats; of an arc the sum over all pairs of tokens of its parts
+    share: float  # of the saliency between different tokens that they hold, from 0 to 1
 
     def packed(self, position: str) -> dict[str, Any]:
         """As a page stores them, with a type of numpy for positions."""
@@ -121,13 +109,12 @@ class PromptFlows(FlowPage):
 
         A line goes from a token on the right to a later one on the left. It is as dark and wide as
         the saliency of this pair, summed over the layers of its panel: all lines have one scale.
-        Label words and lines from or to them have colours, and so has the target. Flows from BOS
-        are left out, and the title has their share: they are often larger than all others, and the
-        paper's prompts have no BOS. Without label words all lines and tokens have one colour.
+        Label words, lines from or to them and the target have colours. Flows from BOS are left out,
+        and the title has their share: they are often larger than all others, and the paper's
+        prompts have no BOS.
 
         Raises:
-            AnchorlensError: The prompt has more than 512 tokens, whose lines nobody could tell
-                apart.
+            AnchorlensError: The prompt has more than 512 tokens.
 
         Examples:
             >>> figure = al.plot_prompt(model, batch).figure()
@@ -213,11 +200,9 @@ class PromptFlows(FlowPage):
         return [*map(str, self.numbers)] or super().layer_names()
 
     def rows(self) -> list[tuple[int, int, str]]:
-        """The parts."""
         return [(first, last, kind) for first, last, kind, _ in self.parts]
 
     def values(self) -> dict[str, Any]:
-        """The number of heads, and whose flows they are."""
         heads = len(self.layers[0]) - 1
         return {"n_heads": heads, "loss": self.loss, "has_labels": self.has_labels}
 
@@ -226,7 +211,6 @@ class PromptFlows(FlowPage):
         return max((size for arcs, *_ in self.layers for size in arcs.sizes), default=0.0)
 
     def data(self) -> dict[str, Any]:
-        """Arcs between parts and strongest flows between tokens."""
         position = "<u2" if len(self.tokens) <= 2**16 else "<u4"
         layers = [[arcs.packed(position) for arcs in of_layer] for of_layer in self.layers]
         strongest = [flows.packed(position) for flows in self.strongest]
@@ -267,8 +251,7 @@ def plot_prompt(
         puts into a report.
 
     Raises:
-        PromptError: There is no such prompt, the batch does not fit the model, or there is no
-            tokenizer.
+        PromptError: There is no such prompt or no tokenizer, or the batch does not fit the model.
         MetricError: The loss needs true labels and there are none.
         ModelError: The attention hooks do not act, or value biases are folded.
 
@@ -354,12 +337,6 @@ def sums_of_parts(
 ) -> Float[Tensor, "head part part"]:
     """The sums of all pairs of tokens by the part of the query and that of the key, in float64.
 
-    Args:
-        values: A number for each pair.
-        queries: The part of each query.
-        keys: The part of each key.
-        count: The number of parts.
-
     Examples:
         >>> of_part = torch.tensor([0, 0, 1])
         >>> sums_of_parts(torch.ones(1, 3, 3), of_part, of_part, 2).tolist()
@@ -392,13 +369,6 @@ def _strongest(sums: Float[Tensor, "part part"], count: int) -> Strongest:
 class StrongestFlows:
     """The strongest flows from a token to a later one in the rows that were added.
 
-    Attributes:
-        count: How many are looked for.
-        queries: Positions to which they go.
-        keys: Positions from which they come.
-        sizes: Their saliency, largest first.
-        total: The saliency of all flows between different tokens.
-
     Examples:
         >>> found = StrongestFlows(count=1)
         >>> found.add(1, 0, torch.tensor([[3.0, 9.0, 0.0], [0.0, 1.0, 9.0]]))
@@ -406,11 +376,11 @@ class StrongestFlows:
         Strongest(keys=[0], queries=[1], sizes=[3.0], share=0.75)
     """
 
-    count: int
+    count: int  # how many are looked for
     queries: Tensor = field(default_factory=lambda: torch.zeros(0, dtype=torch.long, device="cpu"))
     keys: Tensor = field(default_factory=lambda: torch.zeros(0, dtype=torch.long, device="cpu"))
     sizes: Tensor = field(default_factory=lambda: torch.zeros(0, device="cpu"))
-    total: float = 0.0
+    total: float = 0.0  # the saliency of all flows between different tokens
 
     def add(self, query: int, key: int, saliency: Float[Tensor, "query key"]) -> None:
         """Look in some rows, of which the first query and the first key are given."""

@@ -43,9 +43,8 @@ class Answer:
     def section(self, of: str = "") -> Section:
         """The answer as text for a terminal, under the name of what it is of."""
         title = f"{of}: {self.question}" if of else self.question
-        return Section(
-            title, {}, "\n".join(filter(None, [self.sentence, self.limits, *self.prompts]))
-        )
+        lines = filter(None, [self.sentence, self.limits, *self.prompts])
+        return Section(title, {}, "\n".join(lines))
 
 
 def cannot_tell(reason: str) -> str:
@@ -92,12 +91,8 @@ def listed(names: Sequence[str], most: int = 6) -> str:
 
     Examples:
         >>> from anchorlens.results.answer import listed
-        >>> listed(["a", "b", "c"])
-        'a, b and c'
-        >>> listed(["a, of 1", "b"])
-        'a, of 1; and b'
-        >>> listed(["a [0, 1]", "b"])
-        'a [0, 1] and b'
+        >>> listed(["a", "b", "c"]), listed(["a, of 1", "b"]), listed(["a [0, 1]", "b"])
+        ('a, b and c', 'a, of 1; and b', 'a [0, 1] and b')
     """
     shown = [*names[:most], *([f"{len(names) - most} others"] if len(names) > most else [])]
     *first, last = shown

@@ -48,8 +48,7 @@ def with_intervals(
 
     Which interval a field has, its kind says; a field without a kind has expanded percentiles. An
     interval is NaN if no resample has a number; for a single unit in all but shares, differences of
-    shares and means between two ends; and for a mean over a single random draw. The global random
-    state is not touched.
+    shares and means between two ends; and for a mean over a single random draw.
     """
     demonstrations = Contributions(contributions, sets).sets
     population = population_of(demonstrations, texts)

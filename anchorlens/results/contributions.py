@@ -40,7 +40,7 @@ class Contributions(Mapping[str, Tensor]):
         sets: Int[Tensor, " prompt"] | None = None,
         demonstrations: Int[Tensor, " prompt"] | None = None,
     ) -> None:
-        self._tensors: Mapping[str, Tensor] = dict(tensors)
+        self._tensors = dict(tensors)
         if sets is None:
             count = len(next(iter(self._tensors.values())))
             sets = torch.zeros(count, dtype=torch.long, device="cpu")
@@ -52,13 +52,16 @@ class Contributions(Mapping[str, Tensor]):
         self.of_fields: dict[str, Tensor] = {}  # [prompt, ...] by field: that of which it is a mean
 
     def __getitem__(self, name: str) -> Tensor:
+        if self._of is not None and name not in self._tensors:  # chosen when it is asked for
+            whole, chosen = self._of
+            self._tensors[name] = _at(whole[name], chosen)
         return self._tensors[name]
 
     def __iter__(self) -> Iterator[str]:
-        return iter(self._tensors)
+        return iter(self._tensors if self._of is None else self._of[0])
 
     def __len__(self) -> int:
-        return len(self._tensors)
+        return sum(1 for _ in self)
 
     def __repr__(self) -> str:
         """One line: the names, and the numbers of prompts and of sets."""
@@ -74,12 +77,12 @@ class Contributions(Mapping[str, Tensor]):
     @checked
     def replaced(self, tensors: Mapping[str, Tensor]) -> "Contributions":
         """The contributions with other tensors in place of those of the same names."""
-        return self._like({**self._tensors, **tensors}, self.sets, self.demonstrations)
+        return self._like({**self, **tensors}, self.sets, self.demonstrations)
 
     @checked
     def without_draw(self, draw: int) -> "Contributions":
         """The contributions without a random draw, which means over draws then leave out."""
-        others = self._like(self._tensors, self.sets, self.demonstrations)
+        others = self._like(dict(self), self.sets, self.demonstrations)
         others.draw_left_out = draw
         return others
 
@@ -164,14 +167,13 @@ class Contributions(Mapping[str, Tensor]):
         if self._of is not None:  # so that numbers are chosen once
             whole, before = self._of
             return whole._at(before[chosen])
-        of_chosen = _OfPrompts(self._tensors, chosen)
-        others = self._like(of_chosen, _at(self.sets, chosen), _at(self.demonstrations, chosen))
+        others = self._like({}, _at(self.sets, chosen), _at(self.demonstrations, chosen))
         others._of = self, chosen
         return others
 
     def _like(
         self,
-        tensors: Mapping[str, Tensor],
+        tensors: dict[str, Tensor],
         sets: Int[Tensor, " prompt"],
         demonstrations: Int[Tensor, " prompt"],
     ) -> "Contributions":
@@ -193,22 +195,3 @@ def _of_sets(contributions: Contributions) -> list[Contributions]:
 def _at(values: Tensor, chosen: Int[Tensor, " _"]) -> Tensor:
     """``values[chosen]``, in half the time."""
     return values.index_select(0, chosen.to(values.device))
-
-
-class _OfPrompts(Mapping[str, Tensor]):
-    """Tensors of some prompts, each chosen when it is asked for the first time."""
-
-    def __init__(self, tensors: Mapping[str, Tensor], chosen: Tensor) -> None:
-        self._all, self._chosen = tensors, chosen
-        self._found: dict[str, Tensor] = {}
-
-    def __getitem__(self, name: str) -> Tensor:
-        if name not in self._found:
-            self._found[name] = _at(self._all[name], self._chosen)
-        return self._found[name]
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._all)
-
-    def __len__(self) -> int:
-        return len(self._all)

@@ -1,7 +1,6 @@
 """The layer axis: shallow and deep layers, and those that have no pattern.
 
-What reads patterns computes over the layers that have one, so that thirds of layers, sums and
-centres of mass count these alone. In records and maps the others are NaN (``in_all_layers``).
+What reads patterns computes over the layers that have one; in records the others are NaN.
 """
 
 from collections.abc import Mapping, Sequence
@@ -27,12 +26,7 @@ def shallow_and_deep(n_layers: int) -> tuple[slice, slice]:
 
 
 def with_pattern(info: Mapping[str, Any], n_layers: int) -> list[int]:
-    """The layers with a pattern, as the ``info`` of a record knows them.
-
-    Examples:
-        >>> with_pattern({"layers_without_pattern": [0, 2]}, 4)
-        [1, 3]
-    """
+    """The layers with a pattern, as the ``info`` of a record knows them."""
     return [layer for layer in range(n_layers) if layer not in info.get(WITHOUT_PATTERN, ())]
 
 

@@ -1,8 +1,13 @@
-"""A number with its 95 % interval, and its one text for pages, tables, figures and terminals."""
+"""A number with its 95 % interval, and the one text of numbers for pages, figures and terminals."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from math import isnan, nan
 from typing import SupportsFloat
+
+from torch import Tensor
+
+_MANY = 4  # longer rows are shown by their first numbers and their last
 
 
 def in_digits(of: SupportsFloat, sign: str = "") -> str:
@@ -28,22 +33,16 @@ class Estimate:
     The interval holds the number: an end that would not is the number.
     Its text has both, with signs if it is a difference.
 
-    Attributes:
-        value: The number; NaN where there is none.
-        low: The lower end of the interval; NaN where there is no interval.
-        high: The upper end.
-        is_difference: Whether it is a number minus another, as the kind of its field says.
-
     Examples:
         >>> from anchorlens.results.estimate import Estimate
         >>> f"{Estimate(0.42, 0.21, 0.6)}, {Estimate(0.42, is_difference=True)}"
         '0.42 [0.21, 0.60], +0.42'
     """
 
-    value: float
-    low: float = nan
+    value: float  # NaN where there is none
+    low: float = nan  # the ends of the interval; NaN where there is no interval
     high: float = nan
-    is_difference: bool = field(default=False, kw_only=True)
+    is_difference: bool = field(default=False, kw_only=True)  # a number minus another
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "low", min(self.low, self.value))  # NaN stays
@@ -69,3 +68,38 @@ class Estimate:
         if isnan(self.value):
             return "no number"
         return f"{value} [{low}, {high}]" if self.has_interval else value
+
+
+def axes_in_short(value: Tensor, axes: Sequence[str]) -> str:
+    """Each axis with its length: "layer 12, flow 3"."""
+    return ", ".join(f"{axis} {size}" for axis, size in zip(axes, value.shape, strict=True))
+
+
+def values_in_short(value: Tensor, *ends: Tensor) -> str:
+    """A number with its interval, the first and the last of a row, or the range without NaN.
+
+    Examples:
+        >>> values_in_short(torch.arange(12))
+        '0, 1, 2, …, 11'
+        >>> values_in_short(torch.tensor([[0.25, torch.nan], [0.5, 1.0]]))
+        '0.25 to 1.00'
+    """
+    if value.ndim == 0 and value.is_floating_point():
+        return str(Estimate(*map(float, (value, *ends))))
+    if value.ndim == 0:
+        return _number(value)
+    known = value[~value.isnan()]
+    if not len(known):
+        return "nan" if value.numel() else "none"
+    if value.ndim == 1:
+        numbers = [_number(entry) for entry in (value if len(value) <= _MANY else value[:3])]
+        numbers += [] if len(value) <= _MANY else ["…", _number(value[-1])]
+        return ", ".join(numbers)
+    least, largest = known.min(), known.max()
+    if least == largest:
+        return f"all {_number(least)}"
+    return f"{_number(least)} to {_number(largest)}"
+
+
+def _number(value: Tensor) -> str:
+    return in_digits(value.item()) if value.is_floating_point() else str(value.item())

@@ -35,22 +35,18 @@ def with_ends(
 ) -> dict[str, Any]:
     """``values``, ``low`` and ``high`` of fields, for a figure (None without intervals).
 
-    Args:
-        record: The record.
-        fields: Fields of one shape; a number for all entries of an axis may be among them. They
-            are stacked along a first axis.
-        shaped: Function from these numbers to the shape that the figure needs.
+    Fields are stacked along a first axis; a number for all entries of an axis may be among them.
+    ``shaped`` makes of them the shape that the figure needs.
     """
-    values = [getattr(record, name) for name in fields]
-    known = [record.intervals.get(name) for name in fields]
-    low = high = None
-    if not any(bounds is None for bounds in known):
-        low, high = (
-            shaped(torch.stack(torch.broadcast_tensors(*(bounds[end] for bounds in known))))
-            for end in (0, 1)
-        )
-    stacked = torch.stack(torch.broadcast_tensors(*values))
-    return {"values": shaped(stacked), "low": low, "high": high}
+
+    def stacked(numbers: Sequence[Tensor]) -> Tensor:
+        return shaped(torch.stack(torch.broadcast_tensors(*numbers)))
+
+    found: dict[str, Any] = {"low": None, "high": None}
+    if all(name in record.intervals for name in fields):
+        bounds = zip(*(record.intervals[name] for name in fields), strict=True)
+        found = dict(zip(("low", "high"), map(stacked, bounds), strict=True))
+    return {"values": stacked([getattr(record, name) for name in fields]), **found}
 
 
 def name_ticks(names: Sequence[str]) -> dict[str, Any]:

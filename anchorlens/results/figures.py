@@ -1,10 +1,11 @@
 """Draws tensors as plotly figures: lines over layers or steps, bars, points, heat maps, directions.
 
 Each function returns a new `plotly.graph_objects.Figure`. It does not show or save it, and does not
-change its tensors. Texts are shown literally: plotly would otherwise read `<b>` as markup and `$x$`
-as TeX. NaN values leave gaps, and layers without any number are shaded. Figures have a height in
-pixels and fill the width of the page. An `AnchorlensError` says which shapes, counts or names do
-not fit.
+change its tensors. `title` is the text over a figure, `x_title` and `y_title` stand along its axes,
+and `low` and `high` are the ends of intervals around the values: give both or neither. Texts are
+shown literally: plotly would otherwise read `<b>` as markup and `$x$` as TeX. NaN values leave
+gaps, and layers without any number are shaded. Figures have a height in pixels and fill the width
+of the page. An `AnchorlensError` says which shapes, counts or names do not fit.
 """
 
 from collections.abc import Collection, Mapping, Sequence
@@ -60,25 +61,21 @@ def lines_by_layer(
     log: bool = False,
     height: int = 420,
 ) -> go.Figure:
-    """Draw one line per series over the layers (paper: Figures 3 and 5).
+    """Draw one line per series over the layers (paper: Figures 3 and 5), with intervals as bands.
+
+    Where a band goes far beyond all lines, the edge of the figure cuts it.
 
     Args:
         values: heights of the lines, in the unit that `y_title` names.
         names: a name for each series, for the legend.
-        title: text over the figure.
-        y_title: text along its y axis.
-        low: lower ends of intervals around the values, drawn as bands. Where a band goes far beyond
-            all lines, the edge of the figure cuts it, because lines would be flat otherwise.
-        high: upper ends of the intervals; give both or neither.
         dashed: names of the series to draw dashed, such as baselines.
         reference: height of a dotted horizontal line, such as chance.
-        random: the same numbers of models with random weights; for each series a hatched band in
-            its colour, from the smallest draw to the largest.
-        random_names: a short name for each series, for the legend of these bands; by default
-            `names`.
-        colors: the colours of the series; after the last the first comes again.
+        random: the same numbers of models with random weights; for each series a hatched band from
+            the smallest draw to the largest.
+        random_names: short names of the series in the legend of these bands; by default `names`.
+        colors: the colours of the series, in turn.
         log: whether the y axis is logarithmic.
-        height: height of the figure in pixels.
+        height: in pixels.
 
     Examples:
         >>> auc = torch.tensor([[0.5, 0.75], [0.5, 0.5]])
@@ -128,8 +125,6 @@ def lines_by_step(
 
     Args:
         lines: for the name of each quantity the steps, and the values there.
-        title: text over the figure.
-        y_title: text along its y axis.
 
     Examples:
         >>> loss = torch.tensor([0, 10]), torch.tensor([2.0, 1.0])
@@ -162,9 +157,6 @@ def bars(
         panels: a name for each panel, along its y axis.
         groups: a name for each group of bars, for the x axis.
         series: a name for each bar of a group, for the legend.
-        title: text over the figure.
-        low: heights of the lower ends of the error bars.
-        high: heights of the upper ends; give both or neither.
 
     Examples:
         >>> loyalty = torch.tensor([[[0.25, 0.5], [0.75, 1.0]]])
@@ -209,14 +201,11 @@ def points(
     """Draw numbers from 0 to 1 as points with intervals, beside dots for random draws (Figure 4).
 
     Args:
-        values: the numbers: those of interest, then the mean of the draws; NaN leaves one out.
-        low: lower ends of their intervals.
-        high: upper ends.
+        values: those of interest, then the mean of the draws; NaN leaves one out.
         draws: the number of each random draw; NaN leaves it out.
         panels: a name for each panel, along its y axis.
         groups: a name for each group of points, for the x axis.
         series: names of the two kinds of points, for the legend.
-        title: text over the figure.
 
     Examples:
         >>> loyalty = torch.tensor([[[0.25, 0.75]]])
@@ -276,15 +265,12 @@ def forest(
 
     Args:
         values: the numbers; NaN for a row that has none, which the figure says.
-        low: lower ends of their intervals.
-        high: upper ends.
         kinds: the kind of each number, from 0, which colours and marks it.
         limits: where each panel has a dotted line. From 1 on its axis is logarithmic (a ratio).
         panels: a name over each panel.
         rows: a name for each row, from the top; of a long name the end is shown.
         kind_names: a name for each kind, for the legend.
-        title: text over the figure.
-        colors: the colours of the kinds; after the last the first comes again.
+        colors: the colours of the kinds, in turn.
 
     Examples:
         >>> one, kinds = torch.ones(1, 1), torch.zeros(1, 1, dtype=torch.long)
@@ -365,9 +351,6 @@ def pairs(
         x: the number along the x axis.
         y: the number along the y axis.
         names: the name of each pair, which is shown under the pointer.
-        title: text over the figure.
-        x_title: text along the x axis.
-        y_title: text along the y axis.
         named: so many of the lowest dots have their names beside them; of equal ones the first.
 
     Examples:
@@ -395,7 +378,6 @@ def sentence(text: str, *, title: str) -> go.Figure:
 
     Args:
         text: why there is nothing to draw, or what there is to say.
-        title: text over the figure.
 
     Examples:
         >>> sentence("There is one class.", title="Confusions").layout.meta["sentence"]
@@ -429,9 +411,8 @@ def heat_map(
         values: a number for each cell; NaN leaves a gap.
         rows: names of the rows, from the top; None counts them from 0. Of more than 40, some are
             left out.
-        columns: names of the columns; None counts them from 0.
+        columns: the same of the columns.
         panels: a title for each table.
-        title: text over the figure.
         bar_title: what the numbers are, for the colour bar.
         row_title: what a row is, along the y axis.
         column_title: what a column is, along the x axis.
@@ -491,8 +472,7 @@ def by_head(
     """Draw a number of each head as a heat map, layers along the x axis.
 
     Args:
-        numbers: a number for each head; NaN leaves a gap.
-        title: text over the figure.
+        numbers: a number for each head.
         bar_title: what the numbers are, for the colour bar.
         limits: as of `heat_map`.
 
@@ -575,7 +555,6 @@ def directions(
         points: coordinates of each vector along the first and the second direction.
         names: the name of each vector, which is shown under the pointer.
         shares: the part of the sum of squares along each of the two directions, from 0 to 1.
-        title: text over the figure.
 
     Examples:
         >>> directions(torch.tensor([[1.0, 0.0]]), ["prompt 0"], (1.0, 0.0), title="").data[0].x
@@ -585,10 +564,9 @@ def directions(
     x, y = points.T
     figure = _dots(x, y, names, title, size=8, opacity=0.7)
     first, second = (f"{share:.0%} of the sum of squares" for share in shares)
-    figure.update_layout(xaxis_title=f"first direction, {first}")
-    figure.update_layout(yaxis_title=f"second direction, {second}")
-    figure.update_xaxes(rangemode="tozero").update_yaxes(scaleanchor="x", rangemode="tozero")
-    return figure
+    figure.update_xaxes(title=f"first direction, {first}", rangemode="tozero")
+    along = {"scaleanchor": "x", "rangemode": "tozero"}
+    return figure.update_yaxes(title=f"second direction, {second}", **along)
 
 
 def _dots(x: Tensor, y: Tensor, names: Sequence[str], title: str, **look: Any) -> go.Figure:

@@ -33,7 +33,6 @@ def folded(summary: str, content: str) -> str:
 
 
 def note(text: str) -> str:
-    """A line of text."""
     return f"<p>{_cell(text)}</p>"
 
 

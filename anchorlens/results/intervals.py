@@ -1,7 +1,6 @@
 """95 % intervals: how bounds follow from a value, its resamples and the population drawn from.
 
-A bound depends on what the number is: a share, a mean with one end or two, a difference of two
-shares, a ratio, or anything else. ``kind.py`` says which function belongs to which.
+``kind.py`` says which function belongs to which kind of number.
 """
 
 from collections.abc import Callable
@@ -154,11 +153,7 @@ def of_independent_sets(
 def of_alike_sets(
     values: Float[Tensor, "set *axes"], bounds: Float[Tensor, "set end *axes"]
 ) -> Ends:
-    """The mean of the sets' bounds, for a mean whose errors are alike in every set.
-
-    A bias that all sets share does not become smaller in the mean, so the interval must not become
-    narrower.
-    """
+    """The mean of the sets' bounds: a bias that all share does not become smaller in their mean."""
     return bounds.nanmean(0)
 
 

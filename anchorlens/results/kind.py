@@ -1,11 +1,8 @@
-"""What a field of a record is: how its number follows from a set, and which interval it has.
+"""What a field of a record is; ``kinds.py`` has the functions by which a record declares it.
 
-1. A kind says how the number of ONE set of demonstrations follows from what its prompts contribute
-   (``of_set``). The mean over sets is taken in one place for all of them, ``Record.of``.
-2. It says which 95 % interval belongs to such a number (``bounds``, ``over_sets``).
-3. It has the range, the unit and the reference of the number, which texts and figures read.
-
-``kinds.py`` has the functions by which a record declares them.
+A kind says how the number of ONE set of demonstrations follows from what its prompts contribute
+(``of_set``); the mean over sets is taken in one place for all of them, ``Record.of``. It says which
+95 % interval belongs to such a number (``bounds``, ``over_sets``), and has its range and unit.
 """
 
 import dataclasses
@@ -43,7 +40,6 @@ class OverDraws:
         return values[:, [draw for draw in range(values.shape[1]) if draw != left_out]]
 
     def mean(self, contributions: Contributions) -> Tensor:
-        """The mean over the draws of each prompt."""
         return _without_nan(self.values(contributions), 1)
 
 
@@ -139,39 +135,25 @@ class Drawn(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class Kind:
-    """What a field is. Each class below has the number of one set, and its interval.
+    """What a field is. Each class below has the number of one set, and its interval."""
 
-    Attributes:
-        low: The least number that there can be.
-        high: The greatest.
-        unit: As in "nats"; it stands beside the name where a notebook shows the record.
-        by_set: Whether the number of each given set of demonstrations is stored, in
-            ``info["of_sets"]``: verdicts are reached over these.
-        pooled: Whether all prompts are one set.
-        is_difference: Whether it is a number minus another, which texts say.
-    """
-
-    low: float | int = -inf
+    low: float | int = -inf  # the least number that there can be
     high: float | int = inf
-    unit: str = ""
-    by_set: bool = False
-    pooled: bool = False
+    unit: str = ""  # it stands beside the name where a notebook shows the record
+    by_set: bool = False  # whether the number of each given set is stored: verdicts need these
+    pooled: bool = False  # whether all prompts are one set
 
     # A subclass may have them as fields.
     reference: ClassVar[float | None] = None  # what says neither more nor less, in a figure
-    is_difference = False
+    is_difference = False  # whether it is a number minus another, which texts say
     is_derived = False
     has_interval = True
     of_sets: intervals.OfSets | None = None  # from the intervals of given sets to that of the mean
 
-    @property
-    def over_draws(self) -> bool:
-        """Whether another choice of random draws would give another number."""
-        return False
+    over_draws = False  # whether another choice of random draws would give another number
 
     @property
     def has_two_ends(self) -> bool:
-        """Whether numbers lie between two ends."""
         return -inf < self.low and self.high < inf
 
     def of_set(self, contributions: Contributions) -> Tensor:
@@ -197,7 +179,7 @@ class Mean(Kind):
         return self.minus is not None
 
     @property
-    def over_draws(self) -> bool:
+    def over_draws(self) -> bool:  # type: ignore[override]
         return isinstance(self.of, OverDraws) or isinstance(self.minus, OverDraws)
 
     def of_prompts(self, contributions: Contributions) -> Tensor:
@@ -293,12 +275,8 @@ class Auc(Statistic):
 @dataclass(frozen=True, kw_only=True)
 class Derived(Kind):
     of: Callable[[Any], Tensor]
-    draws: bool = False
+    over_draws: bool = False
     is_derived = True
-
-    @property
-    def over_draws(self) -> bool:
-        return self.draws
 
     def of_fields(self, fields: Mapping[str, Any], contributions: Contributions) -> Tensor:
         """The number, from the other fields of its record."""

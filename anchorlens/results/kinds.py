@@ -5,6 +5,10 @@ to a tensor [prompt, ...], in which a prompt does not depend on the others. ``Re
 each field from each set of demonstrations and takes the mean over sets, and each field gets the
 95 % interval that its kind says. A field without a kind is given to ``Record.of``; its interval are
 percentiles of resamples.
+
+``low`` is the least number that there can be, ``high`` the greatest, and ``unit`` is as in "nats".
+With ``by_set`` the number of each given set of demonstrations is stored in ``info["of_sets"]``, and
+with ``pooled`` all prompts are one set.
 """
 
 from collections.abc import Callable
@@ -87,8 +91,6 @@ def mean(
         minus: What is subtracted, paired by prompt: another ``of``, or the number of the entry
             along the last axis that is subtracted from all. A prompt that lacks one of both numbers
             (NaN) does not count.
-        unit: As in "nats".
-        by_set: Store the number of each given set of demonstrations in ``info["of_sets"]``.
 
     Examples:
         >>> from dataclasses import dataclass
@@ -122,7 +124,6 @@ def difference(of: Of, minus: Of | int, *, by_set: bool = False) -> Any:
         of: As of ``mean``.
         minus: The same of the other share; or the number of the entry along the last axis with
             which all are compared.
-        by_set: As of ``mean``.
     """
     return _field(Difference(of=of, minus=minus, by_set=by_set))
 
@@ -139,7 +140,6 @@ def ratio(of: Of, over: Of | None = None, *, by_set: bool = False) -> Any:
             or to a smooth number made of ratios; it is called without each prompt in turn, which
             does not suit a median (that is a ``statistic``).
         over: The same of the lower number.
-        by_set: As of ``mean``.
     """
     if over is not None:
         of = OfMeans((of, over), torch.div)
@@ -165,19 +165,11 @@ def statistic(
 
     Args:
         of: Function of the contributions of a set to the number.
-        low: The least number that there can be.
-        high: The greatest.
         of_sets: Where sets are given, the function from the values and bounds of the sets to the
             bounds of their mean.
-        unit: As in "nats".
-        by_set: As of ``mean``.
-        pooled: All prompts are one set.
     """
-    return _field(
-        Statistic(
-            of=of, low=low, high=high, of_sets=of_sets, unit=unit, by_set=by_set, pooled=pooled
-        )
-    )
+    options: dict[str, Any] = {"unit": unit, "by_set": by_set, "pooled": pooled}
+    return _field(Statistic(of=of, low=low, high=high, of_sets=of_sets, **options))
 
 
 @checked
@@ -190,12 +182,11 @@ def auc(
 ) -> Any:
     """A share of pairs of prompts, with Wilson's interval for what their variance is worth.
 
+    The interval of the mean over given sets follows from the intervals of the sets.
+
     Args:
         of: Function of the contributions of a set to the share.
         of_classes: The two prompts of a pair come from two given classes, along the last two axes.
-        by_set: As of ``mean``.
-        pooled: All prompts are one set. Otherwise the interval of the mean over given sets follows
-            from the intervals of the sets.
     """
     of_sets = None if pooled else of_independent_sets
     return _field(Auc(of=of, of_classes=of_classes, by_set=by_set, pooled=pooled, of_sets=of_sets))
@@ -215,12 +206,9 @@ def derived(
     Args:
         of: Function of an object that has the record's other fields by their names, and
             ``contributions``, to the number.
-        low: The least number that there can be.
-        high: The greatest.
         draws: One of these fields is a mean over random draws.
-        by_set: As of ``mean``.
     """
-    return _field(Derived(of=of, low=low, high=high, draws=draws, by_set=by_set))
+    return _field(Derived(of=of, low=low, high=high, over_draws=draws, by_set=by_set))
 
 
 @checked
@@ -243,7 +231,5 @@ def table(
 
     Args:
         of: Function of the contributions of a set; by default the record is given the number.
-        unit: As in "s".
-        pooled: All prompts are one set.
     """
     return _field(WithoutInterval(of=of, unit=unit, pooled=pooled))

@@ -32,15 +32,13 @@ class Population:
 
     @property
     def units(self) -> int:
-        """Number of units in a resample."""
         return sum(map(len, self.strata))
 
     @property
     def independent(self) -> float:
         """Size of a single stratum whose mean has the same variance as the mean over the strata.
 
-        It is the number of units where the strata are of one size, and less where they are not: a
-        mean over sets of 10 and 90 prompts is as certain as one over 36 prompts.
+        A mean over sets of 10 and 90 prompts is as certain as one over 36 prompts.
         """
         sizes = self._sizes()
         return len(sizes) ** 2 / float((1 / sizes).sum())
@@ -77,9 +75,8 @@ class Population:
     def tail(self) -> float:
         """The share of resamples below a 95 % interval, which is also the share above it.
 
-        Plain percentiles give too narrow intervals, because the variance of resamples is too small
-        and only estimated. The expanded percentile interval (Hesterberg 2015) corrects both: it
-        uses the quantiles at which a normal distribution is cut at sqrt(n / (n - 1)) * t.
+        Plain percentiles give too narrow intervals. The expanded percentile interval (Hesterberg
+        2015) uses the quantiles at which a normal distribution is cut at sqrt(n / (n - 1)) * t.
         """
         return float(ndtr(-sqrt(self.inflation) * self.student))
 

@@ -26,9 +26,8 @@ from ..system.package import homes_of
 from ..system.texts import KeepsRepr, described
 from .answer import Answer
 from .contributions import Contributions
-from .estimate import Estimate
+from .estimate import Estimate, axes_in_short, values_in_short
 from .html_tables import folded, note, table, titled
-from .in_short import axes_in_short, values_in_short
 from .kind import Derived, Kind, Mean, kinds_of, mean_over_sets, number_of_draws
 
 _R = TypeVar("_R", bound="Record")
@@ -155,8 +154,7 @@ class Record(KeepsRepr):
             given: Fields that declare no kind or one without a function, and ``info``.
 
         Raises:
-            MetricError: A contribution is missing that a field is made of, or a field that is
-                given is missing, or there is no such field.
+            MetricError: A contribution or a given field is missing, or there is no such field.
 
         Examples:
             >>> right = al.Contributions({"correct": torch.tensor([1., 0., 1., 1.])})
@@ -274,24 +272,16 @@ class Record(KeepsRepr):
         return frame
 
     def plot(self) -> go.Figure:
-        """The record as a figure; every record of this package has one.
-
-        Raises:
-            MetricError: The class defines no ``plot``.
-        """
+        """The record as a figure; every record of this package has one."""
         raise MetricError(
             f"{type(self).__name__} has no plot; define one in the class, or use to_frame()"
         )
 
     @checked
     def save(self, path: str | Path) -> Path:
-        """Write the record into one safetensors file, with ``info`` as json in the header.
+        """Write the record into one safetensors file, with ``info`` as json, and return its path.
 
-        The file also holds a digest of its contents. Files of equal records are equal byte for
-        byte.
-
-        Returns:
-            The path.
+        Files of equal records are equal byte for byte, and hold a digest of their contents.
 
         Raises:
             StoreError: Json cannot hold ``info``, a tensor does not fit the annotation of its
@@ -319,8 +309,7 @@ class Record(KeepsRepr):
         """Read a record that ``save`` wrote.
 
         Raises:
-            StoreError: The file cannot be read, is damaged, or holds no record or another kind of
-                record.
+            StoreError: The file cannot be read, is damaged, or holds another kind of record.
         """
         header, stored = read_with_digest(path)
         if header.get("record") != cls.__name__:
@@ -384,11 +373,10 @@ def kind_of_file(header: Mapping[str, Any]) -> str:
 def load_record(path: str | Path) -> Record:
     """Read a file that any record's ``Record.save`` wrote, as a record of the same class.
 
-    The classes of this package are known; a class of your own is known once it is defined.
+    A class of your own is known once it is defined.
 
     Raises:
-        StoreError: The file cannot be read, is damaged, or holds no record or a record whose class
-            is not known.
+        StoreError: The file cannot be read, is damaged, or holds no record of a known class.
 
     Examples:
         >>> result = al.run(model, batches, [al.Accuracy()], progress=False)["accuracy"]
@@ -415,8 +403,7 @@ def load_record(path: str | Path) -> Record:
     if len(kinds) > 1:
         modules = ", ".join(sorted(module for module, _ in kinds))
         raise StoreError(
-            f"{path} holds a {name}, but there are several classes {name}, in {modules}; use load "
-            "of the right class"
+            f"{path} holds one of several classes {name}, in {modules}; use load of the right one"
         )
     (kind,) = kinds.values()
     return kind._restored(path, header.get("info"), stored)

@@ -3,8 +3,8 @@
 import pandas as pd
 
 from ..printable import printable
+from .estimate import values_in_short
 from .html_tables import note, table, titled
-from .in_short import values_in_short
 from .record import Record, meaning_of
 
 _NUMBERS = 3  # numbers of a record that the table shows

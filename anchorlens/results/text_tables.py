@@ -37,13 +37,8 @@ def _in_one_line(name: str) -> str:
 def aligned(table: TextTable, *, corner: str = "", width: int = WIDTH) -> Iterator[str]:
     """The lines of a table; the rows of a group stand below its name.
 
-    Long names and cells go on in the next line, and columns that do not fit beside the
-    others stand in another block below.
-
-    Args:
-        table: The text of each group, row and column. A group or a column may have an empty name.
-        corner: The text above the names of the rows.
-        width: The most characters of a line, if the texts allow it.
+    Long names and cells go on in the next line, and columns that do not fit into the width beside
+    the others stand in another block below. A group or a column may have an empty name.
 
     Examples:
         >>> table = {("TREC", "vanilla"): {"accuracy": "61.0"}}

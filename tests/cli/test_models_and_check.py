@@ -119,7 +119,7 @@ def test_check_prints_its_table_if_metrics_fail(
 def test_a_model_without_prompts_cannot_be_analysed(
     call: Any, monkeypatch: Any, shallow_folder: Path
 ) -> None:
-    monkeypatch.setattr(check, "build_prompts", Mock(side_effect=PromptError("words clash")))
+    monkeypatch.setattr(check, "sample_prompts", Mock(side_effect=PromptError("words clash")))
     told = call("check", str(shallow_folder))
     assert told.status == 1 and f"{shallow_folder} cannot be analysed\n" in told.out
     assert told.error == f"error: no analysis works on {shallow_folder}: words clash"
