@@ -80,9 +80,9 @@ class AttentionAUCROCRecord(Record):
             misleads. Infinite where a likely label word gets no attention (a sliding window).
         uniform_kl: The KL if attention is alike for all classes: the control of ``kl``.
         calibration: By how much the probability of a class is higher where its share of the
-            attention is higher by 1, any number. At 1 attention is calibrated; above 1 it is too
-            even, from 0 to 1 too sharp, below 0 it points away from the likely classes. NaN where
-            it is alike for all classes in all prompts.
+            attention is higher by 1. At 1 attention is calibrated; above 1 it is too even, from 0
+            to 1 too sharp, below 0 it points away from the likely classes. NaN where it is alike
+            for all classes in all prompts.
     """
 
     aucroc: Float[Tensor, " layer"] = auc(lambda of_set: of_set.once(_aucroc)[:, 0])
@@ -125,10 +125,10 @@ class AttentionAUCROC(Metric):
     then R_l is computed ([sets with fewer than 10 prompts are pooled][intervals]). With one
     predicted class it is NaN, with a warning.
 
-    Scores that differ by less than a rounding count as equal: by 1e-5 of their size in float32,
-    1e-12 in float64, in bfloat16 and float16 one rounding of that type and, for tiny attention, its
-    smallest number for each label word; shares by twice as much. So a head that gives every prompt
-    the same shares, as in a first layer, has 0.5.
+    Scores that differ by less than a rounding count as equal (1e-5 of their size in float32, 1e-12
+    in float64, in bfloat16 and float16 one rounding and, for tiny attention, the smallest number of
+    the type for each label word), shares by twice as much. So a head that gives every prompt the
+    same shares, as in a first layer, has 0.5.
 
     Equation 6 takes the shares $a$ of the attention for the probabilities $P$ of the label words.
     With means over prompts, and the number $C$ of classes:
@@ -153,11 +153,11 @@ class AttentionAUCROC(Metric):
         in the middle and deep layers. There KL should be well below its control, and the slope 1.
 
     Pitfalls:
-        Below 0.5 the target attends *less* to the label word that it predicts, which is a finding
-        too. A class that is predicted once makes pairs of few prompts: read the interval. Attention
-        that is the same in all prompts has a low KL and a slope of 1 where it follows how likely
-        each class is on average: AUCROC tells whether it follows the prompts. Heads are added
-        first, so that a single calibrated head does not show.
+        Below 0.5 the target attends *less* to the label word that it predicts: a finding too. A
+        class that is predicted once makes pairs of few prompts: read the interval. Attention that
+        is the same in all prompts has a low KL and a slope of 1 if it follows how likely each class
+        is on average: AUCROC tells whether it follows the prompts. Heads are added first, so that a
+        single calibrated head does not show.
 
     Source:
         Section 2.3, Figure 5; R is equation 5. Equation 6 is in section 3.1; the paper gives no
@@ -165,8 +165,7 @@ class AttentionAUCROC(Metric):
 
     Examples:
         >>> results = al.run(model, batches, [al.AttentionAUCROC()], progress=False)
-        >>> results["attention_aucroc"].aucroc.shape == (model.cfg.n_layers,)
-        True
+        >>> figure = results["attention_aucroc"].plot()
     """
 
     name: str = "attention_aucroc"
@@ -176,7 +175,6 @@ class AttentionAUCROC(Metric):
         return {"attention": At("pattern", edges.target, batch.label_positions)}
 
     def contributions(self, batch: PromptBatch, seen: Seen) -> dict[str, Tensor]:
-        """The attention to each class by layer and head, its rounding, and probabilities."""
         attention = seen["attention"][:, :, :, 0].double()  # [batch, layer, head, anchor]
         scores = batch.label_scores(seen.logits).cpu()
         of_class = torch.nn.functional.one_hot(batch.label_classes, len(batch.label_token_ids))

@@ -104,9 +104,9 @@ class AnchorDistancesRecord(Record):
 
     Attributes:
         anchor_distance: Distance between the label words' keys along the main directions of the
-            queries, over the largest of the layer: from 0 to 1, 0 on the diagonal. The predicted
-            confusion. NaN, with a warning, in a layer whose queries are all the same (the first
-            layer with ALiBi, or where all prompts have the same length).
+            queries, over the largest of the layer: from 0 to 1. The predicted confusion. NaN, with
+            a warning, in a layer whose queries are all the same (the first layer with ALiBi, or
+            where all prompts have the same length).
         pair_auc: AUC-ROC of p_a / (p_a + p_b) among prompts whose true class is a or b, from 0 to
             1; 0.5 means that the model cannot tell them apart. NaN on the diagonal and for pairs
             without prompts. The actual confusion.
@@ -115,8 +115,7 @@ class AnchorDistancesRecord(Record):
         position_correlation: Spearman correlation of anchor_distance with the distance in position
             of the label words, which is large on rotary models in any case.
         accuracy: Share of prompts whose predicted label is true, from 0 to 1.
-        queries_per_class: Number of prompts whose true class it is. The share of the largest is
-            the accuracy of a model that always predicts this class.
+        queries_per_class: Number of prompts whose true class it is.
         default_layer: The layer to read: at two thirds of the depth (the paper's 32 of 48), never
             the layer that correlates best.
     """
@@ -194,7 +193,6 @@ class AnchorDistances(Metric):
 
     Args:
         directions: Number of directions used (the paper's 10).
-        name: Key of the result.
 
     Examples:
         >>> results = al.run(model, batches, [al.AnchorDistances()], progress=False)
@@ -205,7 +203,6 @@ class AnchorDistances(Metric):
     name: str = "anchor_distances"
 
     def check(self, model: Any, batches: Sequence[PromptBatch], *, changed: bool) -> None:
-        """Raise an error for hidden operands, missing labels, and sets of too few prompts."""
         for batch in batches:
             require_gold(batch.gold, "the confusion of classes")
             _class_shares(batch)

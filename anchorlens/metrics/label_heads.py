@@ -60,8 +60,7 @@ class LabelHeadsRecord(Record):
             0 to 1; high means that the head reads label words, or copies into them. ``correct`` and
             ``predicted`` are from -1 to 1: above 0 where label words of the true (predicted) class
             get more attention than all others together.
-        share: Share of prompts in which the score is above the threshold, from 0 to 1. At 1 the
-            head counts in every prompt.
+        share: Share of prompts in which the score is above the threshold, from 0 to 1.
         heads: Number of heads of a layer above the threshold, from 0 to all; mean over prompts.
         random_scores: ``scores`` with random positions in place of label words, mean over draws.
         random_share: ``share`` with these. As high as ``share`` where label words are not special.
@@ -95,11 +94,7 @@ class LabelHeadsRecord(Record):
 
     @checked
     def plot_share(self, score: str) -> go.Figure:
-        """The share of prompts in which each head is above the threshold of a score.
-
-        Args:
-            score: read, correct, predicted or copy; an error for any other.
-        """
+        """The share of prompts in which each head is above the threshold of a score."""
         if score not in SCORES:
             raise MetricError(f"there is no score {score!r}; the scores are {', '.join(SCORES)}")
         number = SCORES.index(score)
@@ -151,12 +146,11 @@ class LabelHeads(Metric):
         more than two classes it is below 0.
 
     Pitfalls:
-        Rows near the beginning of a prompt have few tokens, so copy is high there without any
-        copying. A head that always attends to the token before it has a high copy too: compare with
-        ``random_scores``. A sum over many label words passes 5/n easily: where all tokens are read
-        alike, six label words do. If prompts share their demonstrations, copy is the same in all of
-        them: use several sets. Where anchors are the last tokens of label words, the token before
-        may be a part of the word.
+        Rows near the beginning of a prompt have few tokens, and some heads always attend to the
+        token before: copy is high there without any copying, so compare with ``random_scores``. A
+        sum over many label words passes 5/n easily: six do where all tokens are read alike. If
+        prompts share their demonstrations, copy is the same in all of them: use several sets. Where
+        anchors are the last tokens of label words, the token before may be a part of the word.
 
     Source:
         Not in the paper. Cho et al., *Revisiting In-context Learning Inference Circuit in Large
@@ -168,19 +162,14 @@ class LabelHeads(Metric):
         times: The number 5 of the thresholds.
         draws: Number of draws of random positions. A draw depends on the demonstrations alone and
             is the same in all layers.
-        name: Key of the result.
 
     Raises:
         MetricError: ``times`` or ``draws`` is not above 0, queries have no true labels, a label
-            word has no token before it, or the demonstrations have too few other tokens after
-            their first label word.
+            word has no token before it, or too few other tokens follow the first label word.
 
     Examples:
         >>> results = al.run(model, batches, [al.LabelHeads()], progress=False)
-        >>> heads = results["label_heads"]
-        >>> heads.share.shape == (model.cfg.n_layers, model.cfg.n_heads, 4)
-        True
-        >>> heads.axis_names("score")
+        >>> results["label_heads"].axis_names("score")
         ('read', 'correct', 'predicted', 'copy')
     """
 
@@ -197,7 +186,6 @@ class LabelHeads(Metric):
         check_counts(MetricError, draws=self.draws)
 
     def check(self, model: Any, batches: Sequence[PromptBatch], *, changed: bool) -> None:
-        """Raise an error for prompts without true labels, or without tokens to compare with."""
         for batch in batches:
             require_gold(batch.gold, f"{self.name} (its score 'correct')")
             self._positions_of(batch)
@@ -227,7 +215,6 @@ class LabelHeads(Metric):
         }
 
     def result(self, contributions: Contributions) -> LabelHeadsRecord:
-        """Means over prompts of the scores, and of whether they are above their threshold."""
         return LabelHeadsRecord.of(contributions, info={"times": self.times})
 
     def _positions_of(self, batch: PromptBatch) -> Int[Tensor, "batch choice anchor"]:

@@ -137,8 +137,7 @@ def loyalty(
     Args:
         reference_logits: Next-token logits of the clean run.
         logits: Next-token logits of the changed run, of the same prompts.
-        label_token_ids: First token of each class's label word, or the ``verbalizer`` of a batch
-            where classes have several words.
+        label_token_ids: First token of each class's label word, or the ``verbalizer`` of a batch.
         top: As of ``al.Loyalty``.
 
     Raises:

@@ -17,7 +17,8 @@ from ..results.contributions import Contributions
 from ..results.record import Record
 from ..system.arguments import checked
 from ..system.hook import Hook
-from .reads import InOneLine, Reads
+from ..system.texts import InOneLine
+from .reads import Reads
 
 HooksOfBatch = Callable[[PromptBatch], Sequence[Hook]]
 
@@ -30,9 +31,7 @@ def no_hooks(batch: PromptBatch) -> Sequence[Hook]:
 @checked
 @dataclass(frozen=True, eq=False)
 class Further:
-    """The passes that a question makes besides that of the run, as far as they are known before.
-
-    From this it is decided how batches run, and errors come before the first pass.
+    """The passes of a question besides that of the run, by which it is decided how batches run.
 
     Attributes:
         hooks: Functions of the batch to hooks of such passes. Of functions that differ only in
@@ -106,14 +105,11 @@ class Question(InOneLine, ABC):
         return Further()
 
     def check(self, model: Any, batches: Sequence[PromptBatch], *, changed: bool) -> None:
-        """Raise an error, before any model runs, where these batches cannot give a result.
+        """Raise an error, before any model runs, where all batches cannot give a result.
 
-        Args:
-            model: The model of the run.
-            batches: All batches of the run.
-            changed: Whether hooks change the run.
+        By default there is always one. ``changed`` says whether hooks change the run.
         """
-        return  # by default there is always a result
+        return
 
     @abstractmethod
     def of_batch(self, passes: Any, batch: PromptBatch) -> dict[str, Tensor]:

@@ -24,20 +24,13 @@ from ..prompts.edges import PositionsOfBatch
 from ..prompts.positions import checked_positions
 from ..system.arguments import checked
 from ..system.hook import Hook
-from ..system.texts import KeepsRepr, described, options_in_short
+from ..system.texts import InOneLine, described
 from .edge_sums import EdgeSets, Segments
 from .weights import Pattern, Weight, WithValues, attention
 
 PATTERN, SLOPE, QUERIES, KEYS, VALUES = "pattern", "slope", "queries", "keys", "values"
 _OF_EDGES = (PATTERN, SLOPE)
 Columns = Int[Tensor, "batch _"]
-
-
-class InOneLine(KeepsRepr):
-    """What prints its options in one line: functions by their names, tensors by their shapes."""
-
-    def __repr__(self) -> str:
-        return printable(f"{type(self).__name__}({options_in_short(self)})")
 
 
 class _OfAPass(InOneLine):

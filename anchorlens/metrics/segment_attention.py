@@ -108,7 +108,6 @@ class SegmentAttention(OfSegments, EdgeFlows):
         segments: As in ``SegmentFlows``.
         apart: How many segments later the attention must come from; 4 in the paper, where segments
             are sentences. Nearer segments are read by most heads.
-        name: Key of the result.
 
     Raises:
         MetricError: ``apart`` is no number from 1, or the prompts have no two segments so far
@@ -117,8 +116,7 @@ class SegmentAttention(OfSegments, EdgeFlows):
     Examples:
         >>> metric = al.SegmentAttention(["text", "label", "target"], apart=1)
         >>> record = al.run(model, batches, [metric], progress=False)["segment_attention"]
-        >>> record.kurtosis.shape == (model.cfg.n_layers, model.cfg.n_heads)
-        True
+        >>> figure = record.plot()
     """
 
     apart: int = 4

@@ -109,13 +109,10 @@ class SegmentFlows(OfSegments, EdgeFlows):
         PromptError: The prompts have no segment of a name.
 
     Examples:
-        >>> results = al.run(model, batches, [al.SegmentFlows(["text", "label", "target"])],
-        ...                  progress=False)
-        >>> flow = results["segment_flows"].flow
-        >>> flow.shape == (model.cfg.n_layers, 3, 3)
-        True
+        >>> of_names = al.SegmentFlows(["text", "label", "target"])
         >>> parts = {"anchors": al.edges.anchors, "target": al.edges.target}
-        >>> helps = al.SegmentFlows(parts, weight=al.weights.signed)
+        >>> of_parts = al.SegmentFlows(parts, weight=al.weights.signed, name="signed")
+        >>> results = al.run(model, batches, [of_names, of_parts], progress=False)
     """
 
     weight: Weight | WithValues = saliency

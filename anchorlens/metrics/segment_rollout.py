@@ -41,8 +41,7 @@ def rollout(
         rows of the patterns do; with attention sinks they sum to less.
 
     Raises:
-        MetricError: The patterns are no squares, have no layer, head, query and key, or have
-            values below 0.
+        MetricError: The shape is another one, or values are below 0.
 
     Examples:
         >>> pattern = torch.tensor([[1.0, 0.0], [0.5, 0.5]])
@@ -130,7 +129,6 @@ class SegmentRollout(OfSegments):
         segments: As in ``SegmentFlows``.
         queries: Function of the batch to the positions from which it is computed, at least one in
             each prompt; the mean over several of them.
-        name: Key of the result.
 
     Raises:
         MetricError: As ``SegmentFlows``, or a prompt has none of ``queries``.

@@ -130,9 +130,7 @@ def hooks_of(hooks: HooksOfBatch, batch: PromptBatch) -> Sequence[Hook]:
     return acting
 
 
-def check_edges_of_hooks(
-    model: HookedModel, hooks: HooksOfBatch, batches: Sequence[PromptBatch]
-) -> None:
+def check_edges_of_hooks(hooks: HooksOfBatch, batches: Sequence[PromptBatch]) -> None:
     """Raise an error for hooks on edges that no prompt has."""
     has_edges: dict[tuple[int, Any], bool] = {}  # by the number of a hook, and its point
     for batch in batches:

@@ -44,11 +44,8 @@ def named(name: str, function: Callable[..., Any]) -> NamedFunction:
 
     Args:
         name: A text of your own, such as "my score, 3".
-        function: A function that you would give: hooks, a loss, a score, an optimizer, a function
-            of the batch, and also a part of the paper. It is called as it is.
-
-    Returns:
-        A function that does the same.
+        function: What you would give: hooks, a loss, a score, an optimizer, a function of the
+            batch, or a part of the paper. It is called as it is.
 
     Raises:
         ArgumentError: The name is empty, or what is named cannot be called.
@@ -57,11 +54,8 @@ def named(name: str, function: Callable[..., Any]) -> NamedFunction:
         >>> import numpy as np
         >>> def halved(logits, batch):
         ...     return al.losses.label_cross_entropy(logits, batch) * float(np.sqrt(0.25))
-        >>> loss = al.named("halved, 1", halved)
-        >>> loss
+        >>> al.named("halved, 1", halved)
         named('halved, 1')
-        >>> results = al.run(model, batches, [al.Accuracy()], loss=loss, progress=False,
-        ...     folder=folder / "named")
     """
     if not name.strip():
         raise ArgumentError(

@@ -41,7 +41,7 @@ from ..prompts.ties import TIES, noting_ties, warn_of_ties
 from ..prompts.verbalizer import label_scores
 from ..results.record import Record
 from ..results.results import Results
-from ..system.devices import with_numbers
+from ..system.devices import holds_numbers
 from ..system.processes import gather_from_processes
 from ..system.texts import described
 from .checks import hooks_of
@@ -128,13 +128,9 @@ class Passes:
     ) -> Float[Tensor, "batch vocab"]:
         """Logits at the targets of a batch, with the hooks of a function of the batch.
 
-        Whole prompts are run where hooks cannot act in the shared tokens once for all prompts.
-
-        Args:
-            batch: The prompts.
-            hooks: Function of the batch to hooks.
-            key: What gives the same hooks for each batch of a set of demonstrations: under it the
-                keys and values of shared tokens are stored for the next batch. None stores none.
+        Whole prompts are run where hooks cannot act in the shared tokens once for all prompts. The
+        ``key`` stands for hooks that are the same for each batch of a set of demonstrations: under
+        it the keys and values of shared tokens are stored for the next batch. None stores none.
         """
         try:
             hash(key)
@@ -385,9 +381,8 @@ def contributed(contribute: Callable[[PromptBatch], Any], batch: PromptBatch) ->
         is_empty = isinstance(contributions, Mapping)
         got = "an empty one" if is_empty else f"a {type(contributions).__name__}"
         raise MetricError(f"contributions must be a dict of tensors; got {got}")
-    of_numbers = with_numbers(contributions)
     for name, values in contributions.items():
-        if name not in of_numbers or values.shape[:1] != (count,):
+        if not holds_numbers(values) or values.shape[:1] != (count,):
             raise MetricError(
                 f"contribution {name!r} must be a dense tensor of real numbers with one entry a "
                 f"prompt, {count}; got {described(values)}"

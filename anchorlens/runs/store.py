@@ -3,7 +3,7 @@
 import hashlib
 import json
 import re
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from math import inf
@@ -104,11 +104,6 @@ class Store:
         warn_user(f"{path} {reason}; batch {number} is computed again")
         return {}
 
-    def missing(self, contributions: Mapping[str, Tensor]) -> list[str]:
-        """The names of which these contributions have nothing."""
-        there = set(map(name_of_question, contributions))
-        return [name for name in self.functions if name not in there]
-
     def write(self, number: int, contributions: Mapping[str, Tensor]) -> None:
         """Write contributions of a batch, beside those of other names that are stored.
 
@@ -159,11 +154,7 @@ class Store:
 
 @checked
 def forget_run(folder: str | Path) -> None:
-    """Delete what ``run`` stored in a folder, so that it starts over; other files stay.
-
-    Args:
-        folder: A folder that was given to ``run`` or an experiment, or that does not exist yet. A
-            ``run.json`` that was not written by such a run stays too.
+    """Delete what ``run`` or an experiment stored in a folder, if there is one; other files stay.
 
     Raises:
         StoreError: A file cannot be deleted.
@@ -232,6 +223,12 @@ def require_same(
         )
     if off > 1:
         raise StoreError(f"{told}, {reason}; {cure}")
+
+
+def missing_in(contributions: Mapping[str, Tensor], names: Iterable[str]) -> list[str]:
+    """The names of which these contributions have nothing."""
+    there = set(map(name_of_question, contributions))
+    return [name for name in names if name not in there]
 
 
 def name_of_question(name: str) -> str:

@@ -475,13 +475,8 @@ def check_counts(error: type[AnchorlensError], least: int = 1, /, **counts: int 
 def called(what: str, function: Callable[..., Any], given: str, *args: Any) -> Any:
     """What a function of the user returns; an error if it cannot be called with ``args``.
 
-    An error that comes from inside the function is the user's own.
-
-    Args:
-        what: The name of the argument, for the error.
-        function: The function.
-        given: The names of what it is given, for the error.
-        args: What it is given.
+    An error that comes from inside the function is the user's own. ``what`` and ``given`` are the
+    names of the argument and of what it is given, for our error.
     """
     try:
         return function(*args)

@@ -9,7 +9,7 @@ seconds, a process knows whether it is one of several.
 import atexit
 import os
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
@@ -45,15 +45,10 @@ def process_state() -> Any:
     return module.PartialState() if made else None
 
 
-def process_count() -> int:
-    """How many processes share a run."""
-    state = process_state()
-    return 1 if state is None else int(state.num_processes)
-
-
 def is_single_process() -> bool:
     """Whether this process runs alone."""
-    return process_count() == 1
+    state = process_state()
+    return state is None or state.num_processes == 1
 
 
 def is_main() -> bool:
@@ -150,13 +145,6 @@ def require_whole_model(model: Any) -> None:
         )
 
 
-def main_first(make: Callable[[], T]) -> T:
-    """Call ``make`` in the main process first and then in the others, for example to open files."""
-    made = [make()] if is_main() else []
-    gather_from_processes("what the main process does first", None)
-    return made[0] if made else make()
-
-
 def join_launched() -> None:
     """Make the accelerate state of a process that `accelerate launch` or `torchrun` started."""
     if not was_launched():
@@ -237,7 +225,7 @@ def _connection_of(world: Any) -> _Connection:
 
 def _exchange(what: str, value: T, error: Exception | None = None) -> list[T]:
     failure = None if error is None else f"{type(error).__name__}: {error}"
-    count = process_count()
+    count = process_state().num_processes
     with _lost_connection_reported():
         answers = _connection().gather((what, value, failure), count)
     for number, (_, _, reason) in enumerate(answers):

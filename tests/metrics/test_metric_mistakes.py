@@ -157,7 +157,7 @@ def test_hooks_on_gradients_need_a_gradient(gpt2: Any) -> None:
     metric = hooked(backward=[(PATTERN, observe_nothing)])
     message = "mine needs a gradient, and the passes here have none"
     study = Study(gpt2, questions(gpt2, 2), {}, progress=False)
-    with pytest.raises(MetricError, match=message), does_not_run(gpt2), study:
+    with pytest.raises(MetricError, match=message), does_not_run(gpt2), study.entered():
         study.passes([metric], loss=None)
 
 

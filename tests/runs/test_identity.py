@@ -33,7 +33,7 @@ def test_an_experiment_of_the_user_whose_code_changed_is_refused(gpt2: Any, tmp_
             scale = factor if int(batch.index.min()) >= 1 else 1.0
             return {"x": scale * run_pass(gpt2, batch).amax(1).cpu()}
 
-        with Study(gpt2, batches, {"experiment": "x"}, folder=tmp_path, **QUIET) as study:
+        with Study(gpt2, batches, {"experiment": "x"}, folder=tmp_path, **QUIET).entered() as study:
             return study.collect(of_batch)["x"]
 
     first = collected(1.0)

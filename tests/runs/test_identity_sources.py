@@ -35,7 +35,6 @@ import anchorlens as al
 from anchorlens.errors import ArgumentError
 from anchorlens.runs import identity
 from anchorlens.runs.by_value import Known, identity_of
-from anchorlens.runs.study import Study
 from tests.support.printed_code import ROOT, blocks_of
 from tests.support.public import public
 from tests.support.tiny_models import tiny_gpt2
@@ -913,7 +912,6 @@ def test_a_folder_without_a_name_is_an_error(folder: Any) -> None:
         and "folder" in signature(function).parameters
     }
     assert {"run", "paper", "Training", "forget_run", "across_models"} <= taking.keys()
-    taking["Study"] = Study
     for name, function in taking.items():
         needed = [
             each

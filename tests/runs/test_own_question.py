@@ -12,7 +12,7 @@ import torch
 from jaxtyping import Float
 
 import anchorlens as al
-from anchorlens.errors import HookError, MetricError, PromptError, StoreError
+from anchorlens.errors import HookError, MetricError, StoreError
 from anchorlens.models.model_state import frozen_in_eval_mode
 from anchorlens.passes.forward import run_pass, run_prefix
 from anchorlens.passes.provide import Observation
@@ -121,7 +121,7 @@ def test_user_hooks_in_passes_run_whole_prompts(gpt2: Any) -> None:
         moved = batch.label_positions - batch.index[:, None] % 3
         return al.isolate_labels(gpt2, replace(batch, label_positions=moved), range(2))
 
-    with Study(gpt2, batches, {}, **QUIET) as study:
+    with Study(gpt2, batches, {}, **QUIET).entered() as study:
         passes = study.passes()
         assert "run once for all" in passes.status
         for change in (hooks, differing):
@@ -154,9 +154,6 @@ def test_the_metric_equals_the_entropy_of_the_pattern(gpt2: Any) -> None:
 def test_mistakes_in_an_experiment_are_errors(gpt2: Any) -> None:
     """Contributions are compared as those of metrics are, in test_mixes.py."""
     batches = questions(gpt2, 4, batch_size=2)
-    study = Study(gpt2, batches, {}, **QUIET)
-    with pytest.raises(PromptError, match=r"write: with Study\(\.\.\.\) as study"):
-        study.passes()
     widths = iter((2, 3))
     of_batches: list[tuple[Any, str]] = [
         (lambda batch: {"x": torch.zeros(3)}, "contribution 'x' .* one entry a prompt, 2; got"),
@@ -167,7 +164,7 @@ def test_mistakes_in_an_experiment_are_errors(gpt2: Any) -> None:
     ]
     for of_batch, message in of_batches:
         study = Study(gpt2, batches, {}, **QUIET)
-        with study, pytest.raises(MetricError, match=message):
+        with study.entered(), pytest.raises(MetricError, match=message):
             study.collect(of_batch)
 
 
@@ -237,7 +234,7 @@ def test_settings_cannot_have_names_of_the_fingerprint(
 ) -> None:
     """They would replace entries of the fingerprint, such as the digest of the prompts."""
     study = Study(gpt2, questions(gpt2, 4), {name: "trec"}, folder=tmp_path, **QUIET)
-    with study, pytest.raises(StoreError, match=f"settings cannot be named {name}"):
+    with study.entered(), pytest.raises(StoreError, match=f"settings cannot be named {name}"):
         study.passes()
     assert not list(tmp_path.iterdir())
 
@@ -248,7 +245,7 @@ def test_a_folder_holds_one_collection(gpt2: Any, tmp_path: Path) -> None:
     def zeros(batch: al.PromptBatch) -> dict[str, torch.Tensor]:
         return {"x": torch.zeros(len(batch))}
 
-    with Study(gpt2, batches, {}, folder=tmp_path, **QUIET) as study:
+    with Study(gpt2, batches, {}, folder=tmp_path, **QUIET).entered() as study:
         study.collect(zeros)
         with pytest.raises(StoreError, match="has collected already"):
             study.collect(zeros)
@@ -265,7 +262,7 @@ def test_prompts_with_different_numbers_of_label_words_share_nothing(gpt2: Any) 
         )
         for positions, classes in (([2, 4, 6], [0, 1, 0]), ([4, 6], [1, 0]))
     ]
-    with Study(gpt2, batches, {}, **QUIET) as study:
+    with Study(gpt2, batches, {}, **QUIET).entered() as study:
         passes = study.passes()
         for batch in batches:
             assert difference(passes.logits(batch), whole_logits(gpt2, batch, [])) < 1e-5
@@ -290,7 +287,7 @@ def test_a_function_without_weak_references_can_change_a_run(gpt2: Any) -> None:
             return al.isolate_labels(gpt2, batch, self.layer)
 
     (batch,) = questions(gpt2, 4)
-    with Study(gpt2, [batch], {}, **QUIET) as study:
+    with Study(gpt2, [batch], {}, **QUIET).entered() as study:
         passes = study.passes([Changed([Cut(0)])])
         assert "run once for all" in passes.status
         expected = whole_logits(gpt2, batch, Cut(0)(batch))
