@@ -575,7 +575,6 @@ def _checked_edges(
 
 
 def _factors(model: HookedModel, factor: Any) -> Float[Tensor, "layer head"]:
-    """The factor of each layer and head, checked."""
     shape = (model.cfg.n_layers, model.cfg.n_heads)
     is_tensor = isinstance(factor, Tensor)
     factors = factor if is_tensor else torch.tensor(float(factor), dtype=torch.double, device="cpu")

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import AnchorlensError, ModelError, RunError
-from ..metrics.metric import Metric
+from ..metrics.question import Metric
 from ..models.facts import take_over
 from ..models.hooked import HookedModel, device_of
 from ..models.kinds import original_of

@@ -1,4 +1,4 @@
-"""How often the predicted label is the true label."""
+"""The class that a model predicts, and how often it is the true one."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -19,9 +19,25 @@ from ..results.kinds import difference, of_prompts, share
 from ..results.population import check_resamples, warn_if_few_units
 from ..results.record import Record
 from ..system.arguments import checked
-from .metric import Metric
-from .predictions import predicted_class, require_gold
+from .question import Metric
 from .reads import Seen
+
+
+def predicted_class(scores: Float[Tensor, "batch class"]) -> Int[Tensor, " batch"]:
+    """The class with the largest score; the lowest class where scores are equal.
+
+    Every prompt counts for one class, so that a share of right answers is one of prompts. This
+    favours the lowest class, so that runs count ties and warn of them (prompts/ties.py).
+    """
+    # argmax may return any of several equal values; this takes the lowest class.
+    return (scores == scores.max(-1, keepdim=True).values).long().argmax(-1)
+
+
+def require_gold(gold: Tensor | None, what: str) -> Tensor:
+    """The true labels; a MetricError that names the quantity if they are not known."""
+    if gold is None:
+        raise MetricError(f"{what} needs the true label of each query; give queries with labels")
+    return gold
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)

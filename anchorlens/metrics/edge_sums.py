@@ -128,7 +128,6 @@ class ClassSums:
     def sums(
         self, queries: slice, keys: slice, weights: Float[Tensor, "batch _ query key"]
     ) -> Float[Tensor, "batch _ set"]:
-        """The sums of weights between these positions, one for each set."""
         earlier = weights.tril(queries.start - (keys.start or 0) - 1)
         of_keys = self._sent_to(weights.device)[0][:, keys].expand(len(weights), -1, -1).to(weights)
         by_class = earlier.flatten(1, 2) @ of_keys
@@ -166,7 +165,6 @@ class Segments:
         return f"Segments({self.positions.shape[1]})"
 
     def counts(self) -> Int[Tensor, "batch segment segment"]:
-        """The number of edges from each segment to each."""
         counts = self.positions.long()
         return torch.einsum("bsi,bti->bst", counts, counts.cumsum(2) - counts)
 
@@ -193,7 +191,6 @@ class Segments:
     def sums(
         self, queries: slice, keys: slice, weights: Float[Tensor, "batch _ query key"]
     ) -> Float[Tensor, "batch _ segment segment"]:
-        """The sums of weights between these positions, from each segment to each."""
         count, heads = weights.shape[:2]
         positions = sent(self.positions, weights.device)
         readers, read = (
@@ -217,21 +214,10 @@ class EdgeSums:
         # For the reason of sums that are not finite. Of a product it can only be the gradient.
         self._gradients_are_finite = list[Tensor]()
 
-    def add(
-        self,
-        layer: int,
-        pattern: Float[Tensor, "_ head query key"],
-        gradient: Pattern,
-        *values: Values,
-        first: int = 0,
-    ) -> None:
-        """Sum the weights of a layer, whose first query row is at the position ``first``.
-
-        The tokens that prompts share have one pattern for the gradients of all prompts.
-        """
-        for rows, a, slope in row_pieces(pattern.expand_as(gradient), gradient):
-            queries = slice(first + rows.start, first + rows.stop)
-            self.add_rows(layer, queries, slice(0, a.shape[3]), a, slope, *values)
+    def add(self, layer: int, pattern: Pattern, gradient: Pattern) -> None:
+        """Add the weights of all query rows of a layer."""
+        for rows, a, slope in row_pieces(pattern, gradient):
+            self.add_rows(layer, rows, slice(0, a.shape[3]), a, slope)
 
     def add_rows(
         self,

@@ -22,11 +22,17 @@ from ..results.record import Record
 from ..system.arguments import check_counts, checked
 from ..system.devices import wide
 from . import plots
-from .metric import Metric
-from .predictions import predicted_class, require_gold
+from .accuracy import predicted_class, require_gold
+from .question import Metric
 from .reads import At, Reads, Seen
 
 SCORES = ("read", "correct", "predicted", "copy")
+_LEGEND = (
+    "read: target to label words",
+    "correct: to those of the true label",
+    "predicted: to those of the prediction",
+    "copy: label word to the token before it",
+)
 _OF_CLASSES = ("correct", "predicted")  # their threshold is divided by the number of classes
 Choices = Float[Tensor, "batch choice layer head anchor"]  # of positions: label words, draws
 
@@ -85,7 +91,12 @@ class LabelHeadsRecord(Record):
         lambda record: record.heads - record.random_heads, draws=True
     )
 
-    caption: ClassVar[str] = plots.LABEL_HEADS
+    caption: ClassVar[str] = (
+        "Top: share of prompts in which the target's attention to all label words is above 5/n, n "
+        "the number of tokens. Bottom: how many more heads of a layer are above the threshold for "
+        "label words than for random positions; 0 says that label words are not special. In the "
+        "source (Cho et al., ICLR 2025) the step of copying comes before the step of reading."
+    )
     names: ClassVar[Mapping[str, Sequence[str]]] = {"score": SCORES}
 
     def plot(self) -> go.Figure:
@@ -98,14 +109,16 @@ class LabelHeadsRecord(Record):
         if score not in SCORES:
             raise MetricError(f"there is no score {score!r}; the scores are {', '.join(SCORES)}")
         number = SCORES.index(score)
-        title = f"Heads above the threshold ({plots.LEGEND_OF_SCORES[number]})"
+        title = f"Heads above the threshold ({_LEGEND[number]})"
         return figures.by_head(
             self.share[..., number], title, "share of prompts", limits=(0.0, 1.0)
         )
 
     def plot_gaps(self) -> go.Figure:
         """How many more heads of a layer count for label words than for random positions."""
-        return plots.heads_above(self)
+        title = "Heads above the threshold, label words against random positions"
+        more: dict[str, Any] = {"y_title": "heads more than at random", "reference": 0.0}
+        return plots.lines(self, "gap", _LEGEND, title=title, random=None, **more)
 
 
 @checked
@@ -180,8 +193,7 @@ class LabelHeads(Metric):
     def __post_init__(self) -> None:
         if not 0 < self.times < inf:
             raise MetricError(
-                "times must be a number above 0, by which 1/n is multiplied to give a threshold; "
-                f"got {self.times!r}"
+                f"times must be a number above 0, by which 1/n is multiplied; got {self.times!r}"
             )
         check_counts(MetricError, draws=self.draws)
 

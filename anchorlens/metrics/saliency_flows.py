@@ -14,6 +14,7 @@ from ..errors import MetricError, PromptError
 from ..prompts import edges
 from ..prompts.batch import PromptBatch, check_label_words
 from ..prompts.edge_set import EdgeSet, EdgesOfBatch, as_edge_set, check_edges, paper_edges
+from ..results import figures
 from ..results.contributions import Contributions
 from ..results.depth import deep, shallow
 from ..results.kind import OfMeans, mean_of
@@ -23,11 +24,16 @@ from ..system.arguments import checked
 from ..system.warn import warn_user
 from . import plots
 from .edge_sums import EdgeSets
-from .metric import EdgeFlows, flows_of_prompts
+from .question import EdgeFlows, flows_of_prompts
 from .reads import Seen, Sums
 from .weights import Weight, WithValues, saliency
 
 PAPER_FLOWS: Mapping[str, EdgesOfBatch] = {"wp": edges.wp, "pq": edges.pq, "ww": edges.ww}
+_LEGEND = {
+    "wp": "text to label word (S_wp)",
+    "pq": "label word to target (S_pq)",
+    "ww": "between other words (S_ww)",
+}
 
 
 def _parts(flows: Float[Tensor, "*unit layer flow"]) -> Float[Tensor, "*unit layer flow"]:
@@ -88,7 +94,15 @@ class SaliencyFlowsRecord(Record):
     per_head: Float[Tensor, "layer head flow"] = mean("flow_of_heads", unit="nats")
     per_prompt: Float[Tensor, "prompt layer flow"] = of_prompts("flow")
 
-    caption: ClassVar[str] = plots.FLOWS
+    caption: ClassVar[str] = (
+        "Top: S_pq / S_tq (not in the paper): S_pq over the mean saliency from all other words to "
+        "the target; about 1 says that label words are read no more than those. Middle: each "
+        "flow's share of the three means. S_wp: from the demonstrations' texts to their label "
+        "words. S_pq: from label words to the target, where the answer is predicted. S_ww: between "
+        "all other words. In the paper S_wp is large in shallow layers, and S_pq in deep ones. A "
+        "flow inside the hatched band of its colour is as in models with random weights. Bottom: "
+        "the sum; where it is small, shares say little."
+    )
     names: ClassVar[Mapping[str, Sequence[str]]] = {"flow": tuple(PAPER_FLOWS)}
     names_in_info: ClassVar[Mapping[str, str]] = {"flow": "flows"}
 
@@ -98,7 +112,35 @@ class SaliencyFlowsRecord(Record):
         Hatched bands are the same flows in models of the same architecture with random weights,
         where ``analyse`` has drawn them.
         """
-        return plots.flows(self)
+        names = self.axis_names("flow") or ()
+        read = plots.lines(
+            self,
+            "pq_over_tq",
+            ["a label word over another word (S_pq / S_tq)"],
+            title="Where information flows",
+            y_title="S_pq / S_tq",
+            colors=[figures.OUT],
+            log=True,
+            height=320,
+        )
+        shares = plots.lines(
+            self,
+            "share",
+            [_LEGEND.get(name, name) for name in names],
+            y_title="share of the three means",
+            random_names=[f"S_{name}" if name in _LEGEND else name for name in names],
+            colors=[figures.INTO, figures.OUT, figures.OTHER] if "pq" in names else figures.PALETTE,
+            height=350,
+        ).update_layout(margin={"t": 90})  # for a legend of two lines
+        total = figures.lines_by_layer(
+            self.flows.sum(-1)[None],
+            ["all three means together, of which shares are parts"],
+            title="",
+            y_title="nats",
+            colors=figures.PALETTE[3:],
+            height=220,
+        ).update_yaxes(rangemode="tozero")
+        return figures.stacked(read, shares, total)
 
 
 @checked

@@ -133,8 +133,8 @@ def value_norm(pattern: Pattern, gradient: Pattern, values: Values) -> EdgeWeigh
     vectors. Prompts run whole.
 
     Pitfalls:
-        It says what arrives, not whether the loss depends on it: no target is in it, and the
-        gradient is not used, though the pass computes it.
+        It says what arrives, not whether the loss depends on it: no target and no gradient is in
+        it, though the pass computes the gradient.
 
     Source:
         Kobayashi et al., *Attention is Not Only a Weight* (EMNLP 2020).

@@ -15,8 +15,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from ..errors import MetricError, NotFiniteError, PromptError
-from ..metrics.metric import Metric
-from ..metrics.question import Question
+from ..metrics.question import Metric, Question
 from ..metrics.reads import KEYS, QUERIES, VALUES, needs_of
 from ..models.hooked import Hook, HookedModel, check_fits, pattern_name
 from ..passes.provide import Observation, reads_of
@@ -206,20 +205,17 @@ class _GivenPass:
     def of(
         cls, given: Any, batch: PromptBatch, number: int, model: HookedModel | None
     ) -> "_GivenPass":
-        """What was given, checked."""
         if not isinstance(given, tuple) or len(given) != 2 or not hasattr(given[1], "items"):
             raise MetricError(
-                "a pass is (logits, cache), as model.run_with_cache returns it, with an "
-                f"ActivationCache or a dict of tensors; that of batch {number} is a "
-                f"{type(given).__name__}"
+                "a pass is (logits, cache), as model.run_with_cache returns it, or with a dict of "
+                f"tensors; that of batch {number} is a {type(given).__name__}"
             )
         logits, cache = given[0], dict(given[1].items())
         shape = tuple(batch.tokens.shape)
         if not holds_numbers(logits) or tuple(logits.shape[:-1]) not in (shape, shape[:1]):
             raise MetricError(
                 f"the logits of batch {number} must have the shape (batch, position, vocabulary) = "
-                f"{(*shape, '...')} or, of the targets, {(shape[0], '...')}; got "
-                f"{described(logits)}"
+                f"{(*shape, '...')}, or {(shape[0], '...')} of the targets; got {described(logits)}"
             )
         if logits.ndim == 3:
             prompts = torch.arange(len(batch), device=logits.device)
@@ -236,7 +232,6 @@ class _GivenPass:
         return cls(batch, number, logits, aliases | cache)
 
     def contributions(self, metric: Metric, model: HookedModel | None) -> dict[str, Tensor]:
-        """What each prompt contributes to a metric."""
         with gradient_mode(False):
             sizes = _sizes_in(self.cache) if model is None else model
             observation = Observation(sizes, metric, self.batch)

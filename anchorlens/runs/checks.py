@@ -47,8 +47,7 @@ def check_questions(
     gradient = [each.question.name for each in observed if each.needs_gradient]
     if gradient and loss is None:
         raise MetricError(
-            f"{', '.join(gradient)} needs a gradient, and the passes here have none; give it to "
-            "al.run"
+            f"{', '.join(gradient)} needs a gradient, and passes here have none; give it to al.run"
         )
     if gradient and loss is not None:
         check_gradient_of_loss(loss, batches, model)
@@ -84,7 +83,6 @@ def require_questions(questions: Sequence[Question]) -> None:
 
 
 def asked_of(question: Question, model: HookedModel, batches: Sequence[PromptBatch]) -> Question:
-    """The question as it is asked of this model and these prompts."""
     asked: Any = question.of_run(model, batches)
     if not isinstance(asked, Question) or asked.name != question.name:
         raise MetricError(
@@ -104,7 +102,6 @@ def further_of(question: Question, model: HookedModel, batches: Sequence[PromptB
 
 
 def once_of(question: Question, passes: Any, contributions: Mapping[str, Tensor]) -> dict[str, Any]:
-    """What a question knows after the last batch."""
     once = question.once(passes, contributions)
     found = dict(fitted(f"what once of {question.name} returns", once, Mapping[str, Any]))
     info = fitted(f"info of once of {question.name}", found.get("info", {}), Mapping[str, Any])

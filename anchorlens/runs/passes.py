@@ -22,8 +22,7 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 
 from ..errors import AnchorlensError, MetricError, NotFiniteError, RunError
-from ..metrics.metric import Metric
-from ..metrics.question import HooksOfBatch, Question, no_hooks
+from ..metrics.question import HooksOfBatch, Metric, Question, no_hooks
 from ..metrics.reads import Seen
 from ..models.batch_hooks import BatchHook, act_alike, in_leading_tokens
 from ..models.hooked import Hook, HookedModel
@@ -116,7 +115,6 @@ class Passes:
 
     @property
     def names(self) -> list[str]:
-        """The names of the questions."""
         return [question.name for question in self.questions]
 
     def clean(self, batch: PromptBatch) -> Float[Tensor, "batch vocab"]:
@@ -136,8 +134,7 @@ class Passes:
             hash(key)
         except TypeError as error:
             raise MetricError(
-                "key must be hashable, such as a string, a number or a tuple of them; got "
-                f"{described(key)}"
+                f"key must be hashable, such as a string or a number; got {described(key)}"
             ) from error
         after, _ = after_shared(batch, self.way.lengths)
         acting = hooks_of(hooks, after)
@@ -181,8 +178,7 @@ class Passes:
         if run is None or question.name not in run.observed:
             raise MetricError(
                 f"nothing is read for {question.name!r} here: passes.seen(self) is for a question "
-                "that says what it reads in its method reads, and for the batch that it is asked "
-                "about"
+                "with a method reads, and for the batch that it is asked about"
             )
         return run.observed[question.name].seen(run.logits, run.clean)
 

@@ -89,8 +89,8 @@ class Store:
             run, functions, of_batch, contributions = stored
             self._require_same(run, path)
             if of_batch == number:
-                usable = {n: each for n, each in functions.items() if n in self.believed}
-                usable = {name: each for name, each in usable.items() if each != CHANGED}
+                believed = self.believed.intersection(functions)
+                usable = {n: functions[n] for n in believed if functions[n] != CHANGED}
                 now = {name: self.functions[name] for name in usable}
                 for name, is_believed in differences(usable, now, self.believe).items():
                     if not is_believed:

@@ -6,7 +6,7 @@
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import KW_ONLY, dataclass, field, replace
 from functools import cached_property, partial
 from itertools import chain, islice
 from pathlib import Path
@@ -70,6 +70,7 @@ from .way import patterns_are_large, way_of
 R = TypeVar("R", bound=Record)
 
 
+@dataclass(eq=False, repr=False)
 class Study:
     """A model and its prompts, for one experiment: ``with Study(...).entered() as study``.
 
@@ -80,24 +81,19 @@ class Study:
     The other arguments are those of ``run``.
     """
 
-    batches: list[PromptBatch]  # as they are run, from entering on
-
-    def __init__(
-        self,
-        model: HookedModel,
-        batches: Sequence[PromptBatch],
-        settings: Mapping[str, Any],
-        *,
-        folder: str | Path | None = None,
-        believe: Sequence[str] = (),
-        resamples: int = 200,
-        progress: bool = True,
-    ) -> None:
-        self.model, self._given = model, batches
-        self._has_collected, self._ties = False, dict[str, str]()
-        self._made: list[tuple[Passes, list[Any]]] = []  # passes, and what they were made of
-        self.settings, self.folder, self.believe = dict(settings), folder, believe
-        self.resamples, self.progress = resamples, progress
+    model: HookedModel
+    given: Sequence[PromptBatch]
+    settings: dict[str, Any]
+    _: KW_ONLY
+    folder: str | Path | None = None
+    believe: Sequence[str] = ()
+    resamples: int = 200
+    progress: bool = True
+    batches: list[PromptBatch] = field(init=False)  # as they are run, from entering on
+    # Passes, and what they were made of.
+    _made: list[tuple[Passes, list[Any]]] = field(init=False, default_factory=list)
+    _ties: dict[str, str] = field(init=False, default_factory=dict)
+    _has_collected: bool = field(init=False, default=False)
 
     @safe_context
     def entered(self) -> Iterator["Study"]:
@@ -105,7 +101,7 @@ class Study:
         outside, error = sys.exception(), None
         with fails_together():
             check_resamples(self.resamples)
-            self.batches = checked_batches(self.model, self._given)
+            self.batches = checked_batches(self.model, self.given)
             if self.resamples and is_main():
                 warn_if_few_units(*cases_of(self.batches))
             if not is_single_process():
@@ -144,7 +140,7 @@ class Study:
         for change in further:
             check_hooks(self.model, change, self.batches)
         for change in further if hooks is None else [*further, hooks]:
-            refuse_moved_hooks(self._given, self.batches, change)
+            refuse_moved_hooks(self.given, self.batches, change)
             check_edges_of_hooks(change, self.batches)
         differentiates = any(each.needs_gradient for each in observed)
         of_gradient = {
@@ -154,8 +150,7 @@ class Study:
         if gradient_checkpointing and not (differentiates or any(of_gradient.values())):
             raise MetricError(
                 "gradient_checkpointing=True saves memory of the gradient, but none of "
-                f"{[each.name for each in questions]} needs one and the memory is the same "
-                "without; leave it out"
+                f"{[each.name for each in questions]} needs one; leave it out"
             )
         used = loss if differentiates else None
         saves = gradient_checkpointing and differentiates
@@ -254,8 +249,7 @@ class Study:
         plain = {name for part in parts for name in part if "/" not in name}
         if unlike := plain - contributions.keys():
             raise MetricError(
-                f"the contributions {', '.join(sorted(unlike))} must be in every batch, with "
-                "the same shape but for the prompts"
+                f"contributions {', '.join(sorted(unlike))} must be in every batch, in one shape"
             )
         order = order_of_queries(self.batches)
         return {name: values[order] for name, values in contributions.items()}
@@ -346,7 +340,7 @@ class Study:
 
     @cached_property
     def _known(self) -> Known:
-        known = Known(**{"the model": self.model})
+        known = Known(self.model)
         known.names[id(self)] = "the study"
         return known
 
@@ -472,7 +466,6 @@ def describe_layers(model: HookedModel) -> dict[str, Any]:
 
 
 def describe_prompts(batches: Sequence[PromptBatch]) -> dict[str, Any]:
-    """The prompts to which numbers belong."""
     ids = torch.cat([batch.demonstrations_id for batch in batches])
     verbalizer = batches[0].verbalizer
     is_plain = verbalizer is None or verbalizer.has_one_word_a_class

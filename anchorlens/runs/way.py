@@ -43,7 +43,7 @@ from ..passes.fused_attention import acts_when_fused, outside_attention, run_fus
 from ..passes.loss_checks import targets_of
 from ..passes.losses import LossOfBatch, WordCrossEntropy
 from ..passes.native_pass import why_hooks_need_a_bridge
-from ..passes.provide import Observation, Observer, Reader, begins_as, by_hooks, by_rows
+from ..passes.provide import Observation, Observer, begins_as, by_hooks, by_rows
 from ..passes.shortcuts import (
     bytes_stored,
     weights_of_blocks,
@@ -271,15 +271,63 @@ class _Given:
 
     def _why_not_once(self, lengths: Mapping[int, int]) -> Iterator[str]:
         """Why what is computed or read in shared tokens is not one for all prompts of a set."""
-        yield _why_rotated_differently(self.model, self.batches, lengths)
+        yield self._why_rotated_differently(lengths)
         for change in self.changes:
-            yield _why_not_in_prefix(self.batches, lengths, change)
+            yield self._why_not_in_prefix(lengths, change)
+        yield self._why_not_alike(lengths)
+
+    def _why_rotated_differently(self, lengths: Mapping[int, int]) -> str:
+        """Why some prompts cannot continue from the tokens that they share; empty if all can."""
+        if not rotates_by_length(self.model):
+            return ""
+        longest_of = map(longest_prompt, self.batches)
+        for set_id, longest in zip(only_sets(self.batches), longest_of, strict=True):
+            shared = longest if set_id is None else lengths.get(set_id, longest)
+            if not rotate_alike(self.model, shared, longest):
+                return (
+                    f"prompts share {shared} tokens, which the model rotates differently in a "
+                    f"prompt of {longest} tokens (longrope)"
+                )
+        return ""
+
+    def _why_not_in_prefix(self, lengths: Mapping[int, int], change: HooksOfBatch) -> str:
+        """Why hooks cannot act in shared tokens once for all prompts; empty if they can."""
+        if change is no_hooks:
+            return ""
+        in_prefix: dict[int | None, Sequence[Hook]] = {}
+        for batch in self.batches:
+            (after, set_id), hooks = after_shared(batch, lengths), change(batch)
+            if not all(isinstance(act, BatchHook) for _, act in hooks):
+                return "hooks of your own act on positions of whole prompts"
+            if after.is_whole:
+                continue
+            if set_id not in in_prefix:
+                in_prefix[set_id] = in_leading_tokens(hooks, after.first_query)
+            if not act_alike(hooks, in_prefix[set_id]):
+                return "hooks differ between prompts that share their demonstrations"
+        return ""
+
+    def _why_not_alike(self, lengths: Mapping[int, int]) -> str:
+        """Why what a question reads in shared tokens is not one for all; empty if it is."""
         may_differ = [
             each.question
             for each in self.observed
             if any(read.is_one_for_all for read in each.reads.values())
         ]
-        yield _why_not_alike(self.batches, lengths, may_differ)
+        if not may_differ:
+            return ""
+        first: dict[int | None, PromptBatch] = {}
+        # A set with a length is alone in its batches.
+        sharing = [batch for batch in self.batches if int(batch.demonstrations_id[0]) in lengths]
+        for set_id, batch in zip(only_sets(sharing), sharing, strict=True):
+            after, _ = after_shared(batch, lengths)
+            one = first.setdefault(set_id, after)
+            for question in may_differ:
+                if not begins_as(question, after, one):
+                    return (
+                        f"{question.name} differs between prompts that share their demonstrations"
+                    )
+        return ""
 
     def _why_not_worth(self, lengths: Mapping[int, int]) -> str:
         """Why a run would take longer with shared tokens than without; empty if it would not.
@@ -324,12 +372,10 @@ def bytes_of_patterns(model: HookedModel, batches: Sequence[PromptBatch]) -> int
 
 
 def patterns_are_large(model: HookedModel, batches: Sequence[PromptBatch]) -> bool:
-    """Whether the patterns of the longest prompt are too large for memory."""
     return bytes_of_patterns(model, batches) > LARGE
 
 
 def is_on_a_gpu(model: HookedModel) -> bool:
-    """Whether there is a device for the kernel."""
     return device_of(model).type == "cuda"
 
 
@@ -392,60 +438,6 @@ def _act_without_patterns(model: HookedModel, observers: Sequence[Observer]) -> 
     read = {point for each in facts_of(model).operands if each for point in (each.query, each.key)}
     hooks = [hook for each in observers for hook in each.hooks]
     return all(outside_attention(model, [hook]) or hook[0] in read for hook in hooks)
-
-
-def _why_not_alike(
-    batches: Sequence[PromptBatch], lengths: Mapping[int, int], questions: Sequence[Reader]
-) -> str:
-    """Why what a question reads in shared tokens is not one for all prompts; empty if it is."""
-    if not questions:
-        return ""
-    first: dict[int | None, PromptBatch] = {}
-    # A set with a length is alone in its batches.
-    sharing = [batch for batch in batches if int(batch.demonstrations_id[0]) in lengths]
-    for set_id, batch in zip(only_sets(sharing), sharing, strict=True):
-        after, _ = after_shared(batch, lengths)
-        one = first.setdefault(set_id, after)
-        for question in questions:
-            if not begins_as(question, after, one):
-                return f"{question.name} differs between prompts that share their demonstrations"
-    return ""
-
-
-def _why_rotated_differently(
-    model: HookedModel, batches: Sequence[PromptBatch], lengths: Mapping[int, int]
-) -> str:
-    """Why some prompts cannot continue from the tokens that they share; empty if all can."""
-    if not rotates_by_length(model):
-        return ""
-    for set_id, longest in zip(only_sets(batches), map(longest_prompt, batches), strict=True):
-        shared = longest if set_id is None else lengths.get(set_id, longest)
-        if not rotate_alike(model, shared, longest):
-            return (
-                f"prompts share {shared} tokens, which the model rotates differently in a prompt "
-                f"of {longest} tokens (longrope)"
-            )
-    return ""
-
-
-def _why_not_in_prefix(
-    batches: Sequence[PromptBatch], lengths: Mapping[int, int], change: HooksOfBatch
-) -> str:
-    """Why hooks cannot act in shared tokens once for all prompts; empty if they can."""
-    if change is no_hooks:
-        return ""
-    in_prefix: dict[int | None, Sequence[Hook]] = {}
-    for batch in batches:
-        (after, set_id), hooks = after_shared(batch, lengths), change(batch)
-        if not all(isinstance(act, BatchHook) for _, act in hooks):
-            return "hooks of your own act on positions of whole prompts"
-        if after.is_whole:
-            continue
-        if set_id not in in_prefix:
-            in_prefix[set_id] = in_leading_tokens(hooks, after.first_query)
-        if not act_alike(hooks, in_prefix[set_id]):
-            return "hooks differ between prompts that share their demonstrations"
-    return ""
 
 
 def shared_lengths(

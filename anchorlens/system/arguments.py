@@ -170,10 +170,7 @@ def _refuse_unbound(name: str, function: Any, described: Any, args: Any, given: 
     It is the argument whose class has this field, or one with nearly this name, or else that whose
     description has the word earliest. Also an error for what is missing, with its description.
     """
-    several = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
-    parameters = inspect.signature(function).parameters.values()
-    names = [each.name for each in parameters if each.kind not in several]
-    names = [each for each in names if each not in ("self", "cls")]
+    names = _names_of(function)
     description = inspect.cleandoc((described or function).__doc__ or "")
     entries = re.findall(r"^    (\w+): (.*(?:\n {8}.*)*)", description, re.M)
     texts = {
@@ -194,7 +191,8 @@ def _refuse_unbound(name: str, function: Any, described: Any, args: Any, given: 
         text = texts.get(meant[0], "") if meant else ""
         cure = f"write {meant[0]}={f' ({text})' * bool(text)}; it takes" if meant else "it takes"
         raise ArgumentError(f"{name} has no argument {word!r}; {cure} {', '.join(names)}")
-    left = [each for each in [*parameters][len(args) :] if each.default is each.empty]
+    parameters = [*inspect.signature(function).parameters.values()]
+    left = [each for each in parameters[len(args) :] if each.default is each.empty]
     if missing := [each.name for each in left if each.name in {*names}.difference(given)]:
         told = "; ".join(f"{each}, {texts[each]}" if each in texts else each for each in missing)
         raise TypeError(f"{name} takes {', '.join(names)}; missing is {told}")
@@ -211,14 +209,17 @@ def _in_a_field(given: Mapping[str, Any], hints: Mapping[str, Any]) -> str:
     return ""
 
 
+def _names_of(function: Callable[..., Any]) -> list[str]:
+    """The named parameters of a function."""
+    parameters = inspect.signature(function).parameters.values()
+    named = [each.name for each in parameters if "VAR_" not in each.kind.name]
+    return [name for name in named if name not in ("self", "cls")]
+
+
 @cache
 def _hints_of(function: Callable[..., Any]) -> dict[str, Any]:
-    """The annotations of the named parameters of a function."""
-    several = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
-    parameters = inspect.signature(function).parameters.values()
-    names = {parameter.name for parameter in parameters if parameter.kind not in several}
-    hints = get_type_hints(function)
-    return {name: hint for name, hint in hints.items() if name in names - {"self", "cls"}}
+    names = _names_of(function)
+    return {name: hint for name, hint in get_type_hints(function).items() if name in names}
 
 
 @cache
@@ -453,7 +454,6 @@ def _has_axes(value: Any, hint: Any) -> bool:
 
 
 def is_array(hint: Any) -> bool:
-    """Whether an annotation is a tensor with axes."""
     return hasattr(hint, "array_type") or getattr(hint, "__name__", "") == "Tensor"
 
 
@@ -496,11 +496,9 @@ def called(what: str, function: Callable[..., Any], given: str, *args: Any) -> A
 
 
 def has_methods(value: object, *names: str) -> bool:
-    """Whether all of these attributes exist and can be called.
-
-    ``isinstance`` with a protocol evaluates properties of the object until Python 3.11, and
-    overlooks attributes that come from ``__getattr__`` from 3.12 on.
-    """
+    """Whether all of these attributes exist and can be called."""
+    # ``isinstance`` with a protocol evaluates properties of the object until Python 3.11, and
+    # overlooks attributes that come from ``__getattr__`` from 3.12 on.
     return all(callable(getattr(value, name, None)) for name in names)
 
 

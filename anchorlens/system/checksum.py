@@ -1,10 +1,9 @@
 """Checksums of all bytes of a tensor, computed on its device and equal on all devices.
 
-The bytes are read as words of 32 bits. Each row of 4,096 words gives one number: the sum of its
-words times fixed random odd weights of 64 bits, modulo 2^64. Two rows that differ in one word
-always give different numbers. Two rows that differ in several words give the same number with a
-probability of 2^-32 at most, over the draw of the weights. Integer sums are exact in any order, so
-that a GPU and a CPU agree. The numbers are in the order of the rows.
+Each row of 4,096 words of 32 bits gives one number: the sum of its words times fixed random odd
+weights of 64 bits, modulo 2^64. Two rows that differ in one word always give different numbers;
+two that differ in several the same with a probability of 2^-32 at most, over the draw of the
+weights. Integer sums are exact in any order, so that a GPU and a CPU agree.
 """
 
 import hashlib

@@ -46,7 +46,6 @@ def process_state() -> Any:
 
 
 def is_single_process() -> bool:
-    """Whether this process runs alone."""
     state = process_state()
     return state is None or state.num_processes == 1
 
@@ -168,8 +167,7 @@ def join_launched() -> None:
     if state.num_processes == 1 and "MASTER_ADDR" in os.environ and "LOCAL_RANK" not in os.environ:
         warn_user(
             "accelerate launch was asked for several processes and started one, as it does on a "
-            "CPU or a single GPU; add --multi_gpu, which starts all of them on any machine, or use "
-            "torchrun --nproc-per-node"
+            "CPU or a single GPU; add --multi_gpu, or use torchrun --nproc-per-node"
         )
 
 

@@ -31,9 +31,7 @@ def ranks(
 ) -> Float[Tensor, "*axes number"]:
     """Ranks along the last axis minus their mean; of equal numbers each has their mean rank.
 
-    Args:
-        values: What is ranked.
-        margin: By how much equal numbers differ: a number, or of the shape [*axes, 1, 1].
+    Equal numbers differ by at most ``margin``: a number, or of the shape [*axes, 1, 1].
     """
     return compared(values[..., :, None], values[..., None, :], margin).sum(-1).double() / 2
 

@@ -87,7 +87,6 @@ class Step:
         return seconds / cost if cost else None
 
     def path(self) -> list["Step"]:
-        """From the outermost step to this one."""
         return [*(self.outer.path() if self.outer else ()), self]
 
     def title(self) -> str:

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 import anchorlens as al
-from anchorlens.metrics.metric import Metric
+from anchorlens.metrics.question import Metric
 from tests.references import plain
 from tests.references.architectures import BY_NAME
 from tests.support.measures import centred, contributed, difference, logits_of

@@ -806,7 +806,7 @@ def test_what_decides_nothing_does_not_change_the_identity(source: str) -> None:
 @pytest.mark.parametrize("source", BELIEVED.values(), ids=BELIEVED)
 def test_what_is_usual_is_believed(source: str) -> None:
     model = SimpleNamespace(cfg=SimpleNamespace(n_layers=2))
-    first, second = (identity_of(value_of(source), Known(**{"the model": model})) for _ in range(2))
+    first, second = (identity_of(value_of(source), Known(model)) for _ in range(2))
     assert first == second
     assert first.unknown == ()
 
@@ -878,14 +878,14 @@ def test_what_hooks_and_metrics_read_of_a_model_is_believed(gpt2: Any) -> None:
     module = ModuleType("notebook")
     vars(module)["model"] = gpt2
     exec(source, vars(module))
-    before = identity_of(module.value, Known(**{"the model": gpt2}))
+    before = identity_of(module.value, Known(gpt2))
     assert before.unknown == ()
     for holder, read in ((gpt2.cfg, "cfg"), (gpt2.blocks[0].attn, "blocks[0].attn")):
         exec(f"value = lambda x, hook: x * model.{read}.tokens", vars(module))
         identities = []
         for number in (0.5, 3.0):
             holder.tokens = number  # a name that public classes have
-            identities.append(identity_of(module.value, Known(**{"the model": gpt2})))
+            identities.append(identity_of(module.value, Known(gpt2)))
         del holder.tokens
         first, second = identities
         assert first.digest != second.digest or first.unknown

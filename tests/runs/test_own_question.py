@@ -159,7 +159,7 @@ def test_mistakes_in_an_experiment_are_errors(gpt2: Any) -> None:
         (lambda batch: {"x": torch.zeros(3)}, "contribution 'x' .* one entry a prompt, 2; got"),
         (
             lambda batch: {"x": torch.zeros(len(batch), next(widths))},
-            "the contributions x must be in every batch",
+            "contributions x must be in every batch, in one shape",
         ),
     ]
     for of_batch, message in of_batches:
