@@ -148,7 +148,7 @@ def require_fit(
 ) -> None:
     """Raise an error where hooks would not do what they say: in a model, or in prompts.
 
-    Folded value biases change what those of heads do, and of patterns after the softmax.
+    With folded value biases (``of_values``) those of heads, and of patterns after the softmax.
     """
     facts_of(model)  # an error if it is not prepared
     if of_values:
@@ -554,10 +554,7 @@ def _separate_heads(name: str, model: HookedModel, site: SiteOrLayers) -> dict[i
 def _checked_edges(
     batch: PromptBatch, edges: Edges | EdgesOfBatch, without_diagonal: str | None
 ) -> EdgeSet:
-    """The edges as a set, also of a longer length than that of the prompts.
-
-    ``without_diagonal`` is what an edge to itself cannot be, if refused.
-    """
+    """The edges as a set; ``without_diagonal`` is what an edge to itself cannot be, if refused."""
     given: Any = called("edges", edges, "the batch", batch) if callable(edges) else edges
     if holds_numbers(given) and given.ndim == 3:
         batch = in_longer_rows(batch, max(given.shape[2], batch.tokens.shape[1]))

@@ -24,11 +24,7 @@ from .reads import Seen
 
 
 def predicted_class(scores: Float[Tensor, "batch class"]) -> Int[Tensor, " batch"]:
-    """The class with the largest score; the lowest class where scores are equal.
-
-    Every prompt counts for one class, so that a share of right answers is one of prompts. This
-    favours the lowest class, so that runs count ties and warn of them (prompts/ties.py).
-    """
+    """The class with the largest score; of equal ones the lowest (prompts/ties.py warns)."""
     # argmax may return any of several equal values; this takes the lowest class.
     return (scores == scores.max(-1, keepdim=True).values).long().argmax(-1)
 

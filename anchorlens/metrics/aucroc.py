@@ -33,10 +33,9 @@ def aucroc(
     rounding: float = 0.0,
     smallest: float = 0.0,
 ) -> Float[Tensor, " series"]:
-    """AUCROC of class scores from 0 up, a row of zeros as uniform, against predicted classes.
+    """AUCROC of class scores from 0 up, a row of zeros as uniform; NaN with fewer than two classes.
 
-    Scores that differ by at most the share ``rounding``, or by ``smallest``, count as equal. NaN
-    with fewer than two predicted classes.
+    Scores that differ by at most the share ``rounding``, or by ``smallest``, count as equal.
     """
     present = predicted.unique()
     if len(present) < 2:
@@ -66,10 +65,7 @@ def auc(
     rounding: float = 0.0,
     smallest: float = 0.0,
 ) -> Float[Tensor, " series"]:
-    """Chance that a positive prompt scores above a negative one; equal scores count half.
-
-    NaN where one of the two kinds is missing.
-    """
+    """Chance that a positive prompt scores above a negative one; NaN where one kind is missing."""
     if positive.all() or not positive.any():
         return scores.new_full(scores.shape[:1], torch.nan)
     positives = scores[:, positive]
@@ -81,10 +77,7 @@ def chance_above(
     negatives: Float[Tensor, "*series negative"],
     margin: Float[Tensor, "*series positive"],
 ) -> Float[Tensor, " *series"]:
-    """Chance that a positive value is above a negative one; equal values count half.
-
-    Values count as equal if they differ by at most the margin of the positive one.
-    """
+    """Chance that a positive value is above a negative one; within its margin, it counts half."""
     ordered, values = negatives.sort(-1).values.contiguous(), positives.contiguous()
     below = torch.searchsorted(ordered, values - margin, side="left")
     not_above = torch.searchsorted(ordered, values + margin, side="right")
@@ -119,10 +112,7 @@ def _equation_6(contributions: Contributions) -> dict[str, Tensor]:
 
 
 def cumulative_excess(values: Float[Tensor, " layer"]) -> Float[Tensor, " layer"]:
-    """R_l: the sum of ``AUCROC - 0.5`` up to each layer over its total (equation 5).
-
-    NaN where the total is not positive.
-    """
+    """R_l: the sum of ``AUCROC - 0.5`` up to each layer over its total, if that is positive."""
     excess = (values - 0.5).cumsum(0)
     return excess / excess[-1] if excess[-1] > 0 else torch.full_like(values, torch.nan)
 

@@ -109,10 +109,7 @@ class EdgeSets:
 
 
 class ClassSums:
-    """Sums over sets of edges that have classes: first over keys of each class, then over queries.
-
-    The first is a product as a GPU likes it, and the second has few numbers, in float64.
-    """
+    """Sums over sets of edges that have classes: over keys of each class, then over queries."""
 
     def __init__(self, of_queries: Tensor, of_keys: Tensor, tables: Tensor) -> None:
         self.of_keys, self.count = of_keys, tables.shape[2]
@@ -241,10 +238,7 @@ class EdgeSums:
         self._of_layers[layer].append(self.sets.over_queries(by_class))
 
     def total(self) -> Float[Tensor, "batch layer _ *sets"]:
-        """Sums over edges, merged over heads and then of each head, on the CPU.
-
-        An error for a NaN, which would stand for "no edge", names the gradient or the weight.
-        """
+        """Sums over edges on the CPU; an error for a NaN, which would stand for "no edge"."""
         self.sets.forget()
         found = [self._of_layers[layer] for layer in sorted(self._of_layers)]
         layers = [each[0] if len(each) == 1 else torch.stack(each).sum(0) for each in found]

@@ -40,10 +40,7 @@ Choices = Float[Tensor, "batch choice layer head anchor"]  # of positions: label
 def scores_of(
     read: Choices, copy: Choices, classes: Int[Tensor, "batch anchor"], *of: Int[Tensor, " batch"]
 ) -> Float[Tensor, "batch choice layer head score"]:
-    """The scores of attention to label words and to the tokens before them, in the order of SCORES.
-
-    ``of`` is the true class of each prompt, then the predicted one.
-    """
+    """The scores, in the order of SCORES; ``of`` is the true class, then the predicted one."""
     signs = (2 * (classes == each[:, None]).long() - 1 for each in of)
     of_classes = (read * sign[:, None, None, None] for sign in signs)
     return torch.stack([*(each.sum(-1) for each in (read, *of_classes)), copy.mean(-1)], dim=-1)

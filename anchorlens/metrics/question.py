@@ -171,10 +171,7 @@ class Metric(Question):
 
 
 def flows_of_prompts(contributions: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """The mean weight of the edges of each prompt, merged over heads and of each head.
-
-    NaN where a prompt has no such edge: 0 / 0.
-    """
+    """The mean weight of the edges of each prompt; NaN where it has none: 0 / 0."""
     counts = contributions["counts"].double()[:, None]
     sums, of_heads = contributions["sums"].double(), contributions["head_sums"].double()
     return {"flow": sums / counts, "flow_of_heads": of_heads / counts[:, None]}

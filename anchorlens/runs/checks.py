@@ -30,10 +30,7 @@ def check_questions(
     hooks: HooksOfBatch | None,
     loss: LossOfBatch | None,
 ) -> list[Observation]:
-    """What questions observe in the first batch.
-
-    An error for wrong questions, hooks or losses, before the model runs.
-    """
+    """What questions observe in the first batch; an error for wrong questions, hooks or losses."""
     observed = list[Observation]()
     for question in questions:
         if hooks is not None and not question.sees_hooks:
@@ -146,11 +143,7 @@ def check_edges_of_hooks(hooks: HooksOfBatch, batches: Sequence[PromptBatch]) ->
 def possible(
     model: HookedModel, batches: Sequence[PromptBatch], questions: Sequence[Question]
 ) -> tuple[list[Question], dict[str, AnchorlensError]]:
-    """The questions that have a result for this model and these prompts, and errors of the others.
-
-    Raises:
-        PromptError: The prompts do not fit the model.
-    """
+    """The questions that have a result for this model and prompts, and errors of the others."""
     for batch in batches:
         check_fits(model, batch)
     able: list[Question] = []
@@ -178,10 +171,7 @@ def _check_points(model: HookedModel, users: Mapping[str, str]) -> None:
 def refuse_moved_hooks(
     given: Sequence[PromptBatch], batches: Sequence[PromptBatch], hooks: HooksOfBatch
 ) -> None:
-    """Raise an error for the user's own hooks if prompts were given with padding on the left.
-
-    They may act at positions of the batch as it was given.
-    """
+    """Raise an error for a user's own hooks, which may act where padding on the left was."""
     if any(_may_stay(*pair, hooks) for pair in zip(given, batches, strict=True)):
         raise HookError(
             "prompts are run with their padding on the right, and these are padded on the left, so "

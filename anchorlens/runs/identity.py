@@ -122,8 +122,7 @@ def differences(
 ) -> dict[str, bool]:
     """The names of facts that differ, and of each whether it is believed to give equal numbers.
 
-    Settings are compared by their digests, not by their words. Versions that differ in the last
-    number alone are believed, as stored batches are computed again.
+    Versions that differ in the last number alone are, as stored batches are computed again.
     """
     return {
         name: name in believe
@@ -242,7 +241,5 @@ def named(name: str, function: Callable[..., Any]) -> NamedFunction:
         named('halved, 1')
     """
     if not name.strip():
-        raise ArgumentError(
-            f'name of named must tell the function, such as "my score, 1"; got {name!r}'
-        )
+        raise ArgumentError(f'name of named must be a text, such as "my score, 1"; got {name!r}')
     return NamedFunction(name, function)

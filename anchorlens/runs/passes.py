@@ -64,8 +64,8 @@ class _PassOfRun:
 class Passes:
     """The passes of a study; ``study.passes`` makes it, and a question gets it with each batch.
 
-    If a question raises an AnchorlensError, the others go on without it, and ``failures`` has the
-    error. An error of another kind is a mistake in its code and is raised at once.
+    If a question raises an AnchorlensError, ``failures`` has it, and the others go on. An error of
+    another kind is a mistake in its code and is raised at once.
     """
 
     def __init__(

@@ -41,10 +41,9 @@ def make_folder(folder: str | Path) -> Path:
 
 @dataclass(frozen=True)
 class Store:
-    """A folder with one file a batch, each written whole or not at all.
+    """A folder with one file a batch: contributions, their run and batch, and a digest of these.
 
-    Each file holds contributions with their run and batch, and a digest of all of these. It is used
-    only if it is byte for byte what would be written now.
+    A file is written whole or not at all, and used only if it is byte for byte as written.
     """
 
     folder: Path
@@ -77,10 +76,7 @@ class Store:
         return store
 
     def read(self, number: int) -> dict[str, Tensor]:
-        """What is stored of a batch, of all names that are believed; a damaged file warns.
-
-        An error if the file is whole, but belongs to another run, or to another function of a name.
-        """
+        """What is stored of a batch, of all names that are believed; a damaged file warns."""
         path = self._path(number)
         if not self.believed or not kind_of(path):
             return {}
@@ -105,10 +101,7 @@ class Store:
         return {}
 
     def write(self, number: int, contributions: Mapping[str, Tensor]) -> None:
-        """Write contributions of a batch, beside those of other names that are stored.
-
-        Those of other batches stay if this raises an error.
-        """
+        """Write contributions of a batch, beside those of other names that are stored."""
         path = self._path(number)
         if (kind := kind_of(path)) == "folder":
             with suppress(OSError):  # if it is not empty, the error below names it
@@ -211,10 +204,7 @@ def require_same(
     reason: str,
     cure: str = _CURE,
 ) -> None:
-    """Raise an error if stored contributions are not those that are computed now.
-
-    Where they are near, the reason is rounding, else the one that is given.
-    """
+    """Raise an error if stored contributions are not those of now; where near, for rounding."""
     off = off_by(stored, computed, dtype)
     if 1 < off <= 10:
         reason = (

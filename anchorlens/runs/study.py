@@ -386,10 +386,7 @@ class Study:
         )
 
     def _check_stored(self, store: Store, fitting: "PartsThatFit") -> None:
-        """Compute two stored batches again: a fingerprint does not tell what functions do.
-
-        Those are the first and the last, as what acts late is not seen in the first.
-        """
+        """Compute the first and the last stored batch again, as what acts late is in no other."""
         numbers, ends = range(len(self._parts)), dict[int, dict[str, Tensor]]()
         with hidden_warnings():  # the loop warns of a damaged file
             for order in (numbers, numbers[::-1]):
@@ -517,9 +514,9 @@ def require_batches(batches: Sequence[PromptBatch]) -> None:
 def order_of_queries(batches: Sequence[PromptBatch]) -> Int[Tensor, " prompt"]:
     """The order that sorts the contributions of all batches by the index of their queries.
 
-    If lists of several calls are joined, an index occurs twice. Then contributions are sorted by
-    set of demonstrations, in the order in which the sets appear, then by call, then by index.
-    Another call with the same set begins where one of its indices occurs again.
+    If lists of several calls are joined, an index occurs twice. Then they are sorted by set of
+    demonstrations, as sets appear, by call, and by index. Where an index of a set occurs again,
+    another call begins.
     """
     indices = torch.cat([batch.index for batch in batches]).tolist()
     if len(set(indices)) == len(indices):

@@ -76,10 +76,7 @@ HOOKS_OF_USER = "there are hooks on the model, which may count on whole prompts 
 
 @dataclass(frozen=True)
 class Way:
-    """How the batches of a study run, in functions, and the reasons in words.
-
-    After shared tokens prompts form patterns of their own rows in every way.
-    """
+    """How the batches of a study run, in functions, and the reasons in words."""
 
     passes: str  # whether they are native, and otherwise the reason
     shared_prefix: str  # whether the tokens that prompts share run once, and otherwise the reason
@@ -221,11 +218,7 @@ class _Given:
         )
 
     def why_no_fused_prefix(self, lengths: Mapping[int, int]) -> Iterator[str]:
-        """Why shared tokens cannot run with a fused attention, once for all queries of a set.
-
-        A query forms patterns in its own rows alone then, and what needs no gradient observes
-        these.
-        """
+        """Why shared tokens cannot run with a fused attention, and queries with their patterns."""
         yield from (each.why_whole for each in self.observed)
         if any(after_shared(batch, lengths)[0].is_whole for batch in self.batches):
             yield "a batch has prompts of several sets, or a target is in the demonstrations"
@@ -330,11 +323,9 @@ class _Given:
         return ""
 
     def _why_not_worth(self, lengths: Mapping[int, int]) -> str:
-        """Why a run would take longer with shared tokens than without; empty if it would not.
-
-        Each set needs a pass more, and with a gradient each batch a second graph. What starts on a
-        device takes time, however small it is.
-        """
+        """Why a run would take longer with shared tokens than without; empty if it would not."""
+        # Each set needs a pass more, and with a gradient each batch a second graph. What starts on
+        # a device takes time, however small it is.
         sizes, count = Counter[int](), 0
         for set_id, batch in zip(only_sets(self.batches), self.batches, strict=True):
             if set_id is not None and set_id in lengths:

@@ -95,10 +95,8 @@ def checked(function: Checked, described: Any = None) -> Checked:
 
 
 def _refuse_ended(error: BaseException | None) -> None:
-    """Raise an error for a function of the user whose iterator ended, with its name.
-
-    A generator that it passes through makes a RuntimeError of it, which names nothing.
-    """
+    """Raise an error for a function of the user whose iterator ended, with its name."""
+    # A generator that it passes through makes a RuntimeError of it, which names nothing.
     while isinstance(error, RuntimeError) and "raised StopIteration" in str(error):
         error = error.__cause__
     frames = traceback.extract_tb(error.__traceback__) if isinstance(error, StopIteration) else []
@@ -112,10 +110,9 @@ def _refuse_ended(error: BaseException | None) -> None:
 
 
 def _refuse_unlike(name: str, hints: Mapping[str, Any], given: Mapping[str, Any]) -> None:
-    """Raise an error for tensors, and prompts, in which an axis of one name has several lengths.
+    """Raise an error for tensors and prompts with other axes, or several lengths of one axis.
 
-    Or which have another number of axes. It is asked after a failure, so that calls that are right
-    need no time for it.
+    It is asked after a failure, so that calls that are right need no time for it.
     """
     known: dict[str, tuple[int, str]] = {}
     for argument, value in given.items():
@@ -143,10 +140,7 @@ class _Unfit(Exception):
 
 
 def fitted(what: str, value: Any, hint: Any) -> Any:
-    """A value as an annotation has it; an error that begins with ``what`` if it cannot be so.
-
-    For arguments, and for what a function of the user returns.
-    """
+    """A value as an annotation has it; an error that begins with ``what`` if it cannot be so."""
     try:
         return as_hint(value, hint)
     except _Unfit as unfit:
@@ -165,10 +159,10 @@ def _refuse_no_folder(name: str, folder: Any) -> None:
 
 
 def _refuse_unbound(name: str, function: Any, described: Any, args: Any, given: Any) -> None:
-    """Raise an error for a name that is none of a function's arguments, with the one that is meant.
+    """Raise an error for an argument that there is not, or that is missing, with its description.
 
-    It is the argument whose class has this field, or one with nearly this name, or else that whose
-    description has the word earliest. Also an error for what is missing, with its description.
+    Meant is the argument whose class has this field, or one with nearly this name, or else that
+    whose description has the word earliest.
     """
     names = _names_of(function)
     description = inspect.cleandoc((described or function).__doc__ or "")

@@ -22,10 +22,7 @@ _WEIGHTS = np.frombuffer(hashlib.shake_256(b"anchorlens").digest(8 * ROW_WIDTH),
 
 
 def digest_of(named: Iterator[tuple[str, Tensor]]) -> str:
-    """A digest of the names, types, shapes and all bytes of tensors.
-
-    Tensors on the meta device have no bytes: only their names, types and shapes are used.
-    """
+    """A digest of the names, types, shapes and all bytes (on the meta device none) of tensors."""
     digest = hashlib.sha256()
     for name, tensor in named:
         digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}\n".encode())

@@ -1,6 +1,6 @@
 """What differs between devices: a Mac's has no float64, and layers may lie on several devices."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from functools import cache
 from typing import TypeGuard
 
@@ -17,11 +17,6 @@ def holds_numbers(value: object) -> TypeGuard[Tensor]:
         and value.layout == torch.strided
         and not (value.is_meta or value.is_complex())
     )
-
-
-def with_numbers(values: Mapping[str, object]) -> set[str]:
-    """The names of those that are tensors to compute with."""
-    return {name for name, value in values.items() if holds_numbers(value)}
 
 
 @cache
@@ -45,10 +40,7 @@ def wide(values: Tensor) -> Tensor:
 
 
 def sent(values: Tensor, device: Device) -> Tensor:
-    """The values on a device. Python does not wait until an accelerator has them.
-
-    For the CPU it waits, because the numbers could be read before they have arrived.
-    """
+    """The values on a device. Python waits for a CPU alone, which could read them too early."""
     return values.to(device, non_blocking=torch.device(device).type != "cpu")
 
 

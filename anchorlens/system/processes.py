@@ -76,10 +76,7 @@ def batches_of_process(costs: Sequence[int]) -> list[int]:
 
 
 def gather_from_processes(what: str, value: T) -> list[T]:
-    """The values of all processes, returned on every process; ``[value]`` if there is only one.
-
-    ``what`` names the exchange, by which processes at different calls are recognised.
-    """
+    """The values of all processes, on every process; ``what`` tells whether all are at one call."""
     return [value] if is_single_process() else _exchange(what, value)
 
 

@@ -103,7 +103,11 @@ MISTAKES: list[tuple[Any, type[Exception], str]] = [
         MetricError,
         r"queries of mine must be as many .*; got \d+ to \d+; read a block \(al\.re",
     ),
-    (at("pattern", TARGET, al.edges.query), MetricError, r"^keys of mine are \d+ to \d+ positions"),
+    (
+        at("pattern", TARGET, al.edges.query),
+        MetricError,
+        r"^keys of mine must be as many positions",
+    ),
     (
         at("pattern", lambda batch: batch.tokens),
         MetricError,
