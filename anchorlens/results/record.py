@@ -19,7 +19,7 @@ from ..other_words import instead_of
 from ..printable import printable
 from ..prompts.segment_names import SEGMENTS
 from ..system.arguments import checked
-from ..system.devices import holds_numbers
+from ..system.devices import holds_numbers, with_numbers
 from ..system.digest_file import read_with_digest, to_bytes_with_digest
 from ..system.files import write_atomically
 from ..system.package import homes_of
@@ -354,9 +354,10 @@ class Record(KeepsRepr):
         """Which tensor does not fit the annotation of its field, and how; "" if all fit."""
         hints = get_type_hints(type(self))
         tensors = self.tensors()
+        of_numbers = with_numbers(tensors)
         with jaxtyped("context"):  # so that an axis is as long in all fields
             for name, value in tensors.items():
-                if not holds_numbers(value) or not isinstance(value, hints[name]):
+                if name not in of_numbers or not isinstance(value, hints[name]):
                     return f"{name} is {described(value)}, but expected {hints[name].__name__}"
         for name, bounds in self.intervals.items():
             if name not in tensors:

@@ -40,7 +40,7 @@ from ..prompts.ties import TIES, noting_ties, warn_of_ties
 from ..prompts.verbalizer import label_scores
 from ..results.record import Record
 from ..results.results import Results
-from ..system.devices import holds_numbers
+from ..system.devices import with_numbers
 from ..system.processes import gather_from_processes
 from ..system.texts import described
 from .checks import hooks_of
@@ -377,8 +377,9 @@ def contributed(contribute: Callable[[PromptBatch], Any], batch: PromptBatch) ->
         is_empty = isinstance(contributions, Mapping)
         got = "an empty one" if is_empty else f"a {type(contributions).__name__}"
         raise MetricError(f"contributions must be a dict of tensors; got {got}")
+    of_numbers = with_numbers(contributions)
     for name, values in contributions.items():
-        if not holds_numbers(values) or values.shape[:1] != (count,):
+        if name not in of_numbers or values.shape[:1] != (count,):
             raise MetricError(
                 f"contribution {name!r} must be a dense tensor of real numbers with one entry a "
                 f"prompt, {count}; got {described(values)}"

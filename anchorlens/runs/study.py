@@ -229,7 +229,7 @@ class Study:
             gather_from_processes("what is stored", None)
         numbers, is_single = self._numbers(store), is_single_process()
         collected = {number: {} if store is None else store.read(number) for number in numbers}
-        missing = {number: missing_in(part, names) for number, part in collected.items()}
+        missing = {n: missing_in(part, names) if part else names for n, part in collected.items()}
         with self._bar(names, missing) as bar:
             for number in filter(missing.get, numbers):
                 if not is_single and failed_elsewhere():

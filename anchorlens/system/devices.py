@@ -1,6 +1,6 @@
 """What differs between devices: a Mac's has no float64, and layers may lie on several devices."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from functools import cache
 from typing import TypeGuard
 
@@ -17,6 +17,11 @@ def holds_numbers(value: object) -> TypeGuard[Tensor]:
         and value.layout == torch.strided
         and not (value.is_meta or value.is_complex())
     )
+
+
+def with_numbers(values: Mapping[str, object]) -> set[str]:
+    """The names of those that are tensors to compute with."""
+    return {name for name, value in values.items() if holds_numbers(value)}
 
 
 @cache
