@@ -178,7 +178,7 @@ class Passes:
         if run is None or question.name not in run.observed:
             raise MetricError(
                 f"nothing is read for {question.name!r} here: passes.seen(self) is for a question "
-                "with a method reads, and for the batch that it is asked about"
+                "that has a method reads, and for the batch that it is asked about"
             )
         return run.observed[question.name].seen(run.logits, run.clean)
 
