@@ -51,15 +51,15 @@ if TYPE_CHECKING:
     from .passes import losses as losses
     from .runs import caches as caches
     from .runs.store import forget_run as forget_run
-    from .runs.named import named as named
+    from .runs.identity import named as named
 
     # what one pass answers
     from .metrics.accuracy import Accuracy as Accuracy
     from .metrics.loyalties import Loyalty as Loyalty
     from .metrics.saliency_flows import SaliencyFlows as SaliencyFlows
-    from .metrics.segment_flows import SegmentFlows as SegmentFlows
-    from .metrics.segment_attention import SegmentAttention as SegmentAttention
-    from .metrics.segment_rollout import SegmentRollout as SegmentRollout
+    from .metrics.segments import SegmentFlows as SegmentFlows
+    from .metrics.segments import SegmentAttention as SegmentAttention
+    from .metrics.segments import SegmentRollout as SegmentRollout
     from .metrics.aucroc import AttentionAUCROC as AttentionAUCROC
     from .metrics.distances import AnchorDistances as AnchorDistances
     from .metrics.label_heads import LabelHeads as LabelHeads
@@ -77,7 +77,7 @@ if TYPE_CHECKING:
     from .ablation import subsets as subsets
 
     # metrics and questions of your own
-    from .metrics.metric import Metric as Metric
+    from .metrics.question import Metric as Metric
     from .metrics.question import Question as Question
     from .metrics.question import Further as Further
     from .metrics import reads as reads

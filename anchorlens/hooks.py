@@ -148,7 +148,7 @@ def require_fit(
 ) -> None:
     """Raise an error where hooks would not do what they say: in a model, or in prompts.
 
-    Folded value biases change what those of heads do, and of patterns after the softmax.
+    With folded value biases (``of_values``) those of heads, and of patterns after the softmax.
     """
     facts_of(model)  # an error if it is not prepared
     if of_values:
@@ -176,7 +176,6 @@ def block_edges(
 
     Args:
         model: The hooked model to which the hooks will be added.
-        batch: The prompts.
         edges: Function of the batch to edges, such as ``al.edges.pq``; or edges of the batch, True
             where the query must not attend to the key. Join a table for all prompts with a set:
             ``al.edges.every(batch) & table``.
@@ -232,25 +231,19 @@ def scale_edges(
 
     A factor of 0 gives the numbers of ``block_edges`` bit for bit. Gradients flow into a tensor.
 
+    Arguments, errors and warnings that are not here are those of ``block_edges``.
+
     Args:
-        model: The hooked model to which the hooks will be added.
-        batch: The prompts.
-        edges: The edges to scale, as for ``block_edges``.
         factor: A number from 0 up, or one for each layer and head of the model, of which those of
             the site are used.
-        site: Layers, or an ``al.Site`` with heads and more; all layers and heads by default.
-            ``renormalize=True`` adds ``log(factor)`` to the scores. In models with attention sinks
-            a row and its sink sum to 1 then: the sink gets a part of what the edges lose.
+        site: With ``renormalize=True``, ``log(factor)`` is added to the scores. In models with
+            attention sinks a row and its sink sum to 1 then: the sink gets a part of what the
+            edges lose.
 
     Raises:
-        PromptError: As for ``block_edges``.
-        HookError: As for ``block_edges``, or ``factor`` is negative, not finite or of another
-            shape. With ``renormalize=True``, 0 is also refused for edges of a position to itself,
-            and in a tensor that needs a gradient, because ``log`` has none there.
-        ModelError: As for ``block_edges``.
-
-    Warns:
-        UserWarning: As for ``block_edges``.
+        HookError: ``factor`` is negative, not finite or of another shape. With
+            ``renormalize=True``, 0 is also refused for edges of a position to itself, and in a
+            tensor that needs a gradient, because ``log`` has none there.
 
     Examples:
         >>> half = al.scale_edges(model, batch, al.edges.pq, 0.5, range(3))
@@ -278,20 +271,18 @@ def detach_heads(model: HookedModel, site: SiteOrLayers = EVERYWHERE) -> list[Ho
     gradient that comes through the rest of the model. They act in all tokens, and so need no batch.
 
     Args:
-        model: The hooked model to which the hooks will be added.
-        site: Layers, or an ``al.Site`` with heads; all layers and heads by default.
+        site: Layers, or an ``al.Site`` with heads alone; all layers and heads by default.
 
     Raises:
-        HookError: A layer or head does not exist, or the site has ``keep_bos`` or
-            ``renormalize=False``, which say how edges are cut.
+        HookError: A layer or head does not exist, or the site says how edges are cut.
         ModelError: The model was not prepared, or a layer does not hold the output of each head
             by itself (JetMoe; BitNet, whose norm mixes heads). A tiny pass finds out at first use.
 
     Examples:
         The saliency of the other heads, and of other layers without the paths through head 1.0.
 
-        >>> results = al.run(model, batches, [al.SaliencyFlows()], progress=False,
-        ...     hooks=lambda batch: al.detach_heads(model, al.Site(1, heads=0)))
+        >>> detached = lambda batch: al.detach_heads(model, al.Site(1, heads=0))
+        >>> results = al.run(model, batches, [al.SaliencyFlows()], hooks=detached, progress=False)
     """
     require_fit(model)
     of_layers = _separate_heads("detach_heads", model, site).items()
@@ -314,19 +305,15 @@ def replace_heads(
     flow into ``outputs``.
 
     Args:
-        model: The hooked model to which the hooks will be added.
-        batch: The prompts.
         outputs: What is written, for every head of the model: a mean over other prompts
             (``HeadEffectsRecord.outputs``), or 0.0 to cut heads. Where layers have heads of
             several widths (Gemma 4), zeros follow the numbers of narrow heads.
-        site: Layers, or an ``al.Site`` with heads, such as ``al.Site.of_heads([(0, 1), (2, 0)])``;
-            all layers and heads by default.
+        site: As for ``detach_heads``.
         positions: Where they are replaced, True and False [prompt, position] or a function of the
             batch, such as ``lambda batch: batch.attention_mask``; the target by default.
 
     Raises:
-        HookError: A layer or head does not exist, ``outputs`` or ``positions`` do not fit, or the
-            site has ``keep_bos`` or ``renormalize=False``, which say how edges are cut.
+        HookError: As for ``detach_heads``, or ``outputs`` or ``positions`` do not fit.
         PromptError: The prompts do not fit the model.
         ModelError: As for ``detach_heads``, or the value biases of the model are folded: its heads
             give out other numbers then.
@@ -348,9 +335,7 @@ def replace_heads(
         raise HookError("positions are False in all tokens of these prompts: nothing is replaced")
     at_target = torch.equal(columns, batch.target_rows)
 
-    def hook_of(layer: int) -> Hook:
-        chosen = heads[layer]
-
+    def hook_of(layer: int, chosen: list[int]) -> Hook:
         def replace_outputs(z: Tensor, hook: Any) -> Tensor:
             by_head = separate_heads(z, n_heads).clone()
             width, given = by_head.shape[-1], outputs
@@ -368,7 +353,7 @@ def replace_heads(
         kind = TargetHook if at_target else WholeHook
         return z_name(layer), kind(replace_outputs, batch.tokens)
 
-    return [hook_of(layer) for layer in heads]
+    return [hook_of(layer, chosen) for layer, chosen in heads.items()]
 
 
 def where_written(
@@ -399,16 +384,14 @@ def isolate_labels(
     attention sinks of models that have them; after the softmax its row sums to less than 1.
 
     Args:
-        model: The hooked model to which the hooks will be added.
         batch: Prompts with known label words.
         site: Layers, or an ``al.Site`` with heads and more; all layers and heads by default.
         whole_words: Isolate all tokens of a label word that has several; by default only the
             first, as in the published code.
 
     Raises:
-        HookError: As for ``block_edges``.
+        HookError, ModelError: As for ``block_edges``.
         PromptError: There are no label words, or the prompts do not fit the model.
-        ModelError: As for ``block_edges``.
 
     Examples:
         >>> hooks = al.isolate_labels(model, batch, range(3))
@@ -431,19 +414,14 @@ def isolate_random(
 
     They are those of ``al.edges.random_positions``, the same in all layers.
 
+    Arguments and errors that are not here are those of ``isolate_labels``.
+
     Args:
-        model: The hooked model to which the hooks will be added.
-        batch: Prompts with known label words.
-        site: Layers, or an ``al.Site`` with heads and more; all layers and heads by default.
         seed: Number of the draw. A single draw is not a control: use about 10.
-        whole_words: Draw as many positions as the label words have tokens, as a control of
-            ``isolate_labels(whole_words=True)``.
+        whole_words: Draw as many positions as the label words have tokens.
 
     Raises:
-        HookError: As for ``block_edges``, or the demonstrations have fewer other positions than
-            label words.
-        PromptError: As for ``isolate_labels``.
-        ModelError: As for ``block_edges``.
+        HookError: The demonstrations have fewer other positions than label words.
 
     Examples:
         >>> draws = range(10)
@@ -462,7 +440,6 @@ def reweight_anchors(
     They act after the softmax, and rows are not normalised again. Gradients flow into ``beta``.
 
     Args:
-        model: The hooked model to which the hooks will be added.
         batch: Prompts with known label words and target.
         beta: Logarithm of the factor for each layer, head and anchor in order of appearance (0
             changes nothing), or the result of ``train_reweighting``.
@@ -577,10 +554,7 @@ def _separate_heads(name: str, model: HookedModel, site: SiteOrLayers) -> dict[i
 def _checked_edges(
     batch: PromptBatch, edges: Edges | EdgesOfBatch, without_diagonal: str | None
 ) -> EdgeSet:
-    """The edges as a set, also of a longer length than that of the prompts.
-
-    ``without_diagonal`` is what an edge to itself cannot be, if refused.
-    """
+    """The edges as a set; ``without_diagonal`` is what an edge to itself cannot be, if refused."""
     given: Any = called("edges", edges, "the batch", batch) if callable(edges) else edges
     if holds_numbers(given) and given.ndim == 3:
         batch = in_longer_rows(batch, max(given.shape[2], batch.tokens.shape[1]))
@@ -598,7 +572,6 @@ def _checked_edges(
 
 
 def _factors(model: HookedModel, factor: Any) -> Float[Tensor, "layer head"]:
-    """The factor of each layer and head, checked."""
     shape = (model.cfg.n_layers, model.cfg.n_heads)
     is_tensor = isinstance(factor, Tensor)
     factors = factor if is_tensor else torch.tensor(float(factor), dtype=torch.double, device="cpu")

@@ -19,9 +19,9 @@ if TYPE_CHECKING:
     from .metrics.label_heads import LabelHeadsRecord as LabelHeadsRecord
     from .metrics.loyalties import LoyaltyRecord as LoyaltyRecord
     from .metrics.saliency_flows import SaliencyFlowsRecord as SaliencyFlowsRecord
-    from .metrics.segment_attention import SegmentAttentionRecord as SegmentAttentionRecord
-    from .metrics.segment_flows import SegmentFlowsRecord as SegmentFlowsRecord
-    from .metrics.segment_rollout import SegmentRolloutRecord as SegmentRolloutRecord
+    from .metrics.segments import SegmentAttentionRecord as SegmentAttentionRecord
+    from .metrics.segments import SegmentFlowsRecord as SegmentFlowsRecord
+    from .metrics.segments import SegmentRolloutRecord as SegmentRolloutRecord
     from .questions.context_comparison import ContextsRecord as ContextsRecord
     from .questions.edge_sweep import EdgeSweepRecord as EdgeSweepRecord
     from .questions.faithfulness import FaithfulnessRecord as FaithfulnessRecord

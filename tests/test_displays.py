@@ -92,10 +92,9 @@ def instances(model: Any) -> Iterator[Any]:
     yield al.contexts.NoContext().query_pass(model, batch)
     yield from (trained(model, steps=0), trained(model, steps=0).prefix, *reads_of(batch))
     yield al.reads.Seen({}, {"states": torch.ones(99)}, {}, torch.ones(99, 99), None, n_heads=1)
-    with Study(model, [batch], {"experiment": "depths " * 99}, progress=False) as study:
-        yield from (study, study.passes(), study.passes([al.Accuracy()], share_prefix=False))
+    with Study(model, [batch], {"experiment": "depths " * 99}, progress=False).entered() as study:
+        yield from (study.passes(), study.passes([al.Accuracy()], share_prefix=False))
         yield study.passes([al.Accuracy(f"accuracy {number}") for number in range(99)])
-    yield Study(model, [batch], {}, folder="rows")
     training, held_out = questions(model, 2, batch_size=1)
     how = al.contexts.Training(steps=0, progress=False)
     prompt = al.train_soft_prompt(model, [training], how, held_out=[held_out])
@@ -140,10 +139,9 @@ def hostile_things(model: Any, hostile: str) -> Iterator[Any]:
     yield from (each for each in records if type(each).__str__ is object.__str__)
     yield al.Results({f"{hostile}{number}": each for number, each in enumerate(records)})
     yield replace(batch, labels=(hostile, hostile))
-    yield Study(model, [batch], {hostile: hostile})
     yield al.EdgeSweep(al.edges.pq, {hostile: al.Site(0)}, name=hostile)
     yield al.IntegratedFlows([hostile])
-    with Study(model, [batch], {}, progress=False, resamples=0) as study:
+    with Study(model, [batch], {}, progress=False, resamples=0).entered() as study:
         yield study.passes([al.Accuracy(hostile.replace("/", ""))])
     yield replace(al.compress(model, batch), info=info | {"positions": hostile})
     yield replace(trained(model, steps=0), info={"model": hostile, "dtype": hostile})

@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.nn.functional import logsigmoid
 
 from ..errors import MetricError
-from ..metrics.predictions import predicted_class
+from ..metrics.accuracy import predicted_class
 from ..metrics.question import Further, HooksOfBatch
 from ..models.hooked import Hook, HookedModel, check_fits, dtype_of
 from ..passes.forward import unedited

@@ -17,8 +17,7 @@ from torch import Tensor
 from torch.nn.functional import cross_entropy
 
 from ..errors import MetricError
-from ..metrics.metric import Metric
-from ..metrics.question import Further
+from ..metrics.question import Further, Metric
 from ..models.hooked import HookedModel, dtype_of
 from ..passes.forward import unedited
 from ..passes.losses import span_cross_entropy

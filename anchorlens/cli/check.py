@@ -11,7 +11,7 @@ from ..contexts.compressed import compress
 from ..errors import AnchorlensError, ModelError
 from ..metrics.aucroc import AttentionAUCROC
 from ..metrics.distances import AnchorDistances
-from ..metrics.metric import Metric
+from ..metrics.question import Metric
 from ..metrics.saliency_flows import SaliencyFlows
 from ..models.hooked import attentions_of, has_sinks, layers_without_pattern
 from ..models.kinds import original_of

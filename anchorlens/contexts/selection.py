@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from ..errors import MetricError, PromptError
-from ..metrics.reads import Block, Blocks, InOneLine, Reads, Seen
+from ..metrics.reads import Block, Blocks, Reads, Seen
 from ..models.hooked import Hook, HookedModel, check_fits
 from ..models.kv_cache import KeyValues
 from ..models.load import ensure_prepared
@@ -29,7 +29,7 @@ from ..prompts.random_edges import draw_generator
 from ..prompts.segment_names import FORMAT, LABEL, OTHER, SEGMENTS, TEXT
 from ..system.arguments import called, checked
 from ..system.devices import holds_numbers, wide
-from ..system.texts import described, name_of
+from ..system.texts import InOneLine, described, name_of
 from .protocol import demonstrations_of, selected_by
 
 Selection = Callable[[PromptBatch], Bool[Tensor, " position"]]

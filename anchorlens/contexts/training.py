@@ -22,7 +22,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from ..errors import MetricError, NotFiniteError, PromptError, StoreError
-from ..metrics.predictions import predicted_class, require_gold
+from ..metrics.accuracy import predicted_class, require_gold
 from ..models.hooked import HookedModel, dtype_of, refuse_folded_value_biases
 from ..passes.forward import mean_loss_with_gradient
 from ..passes.loss_checks import check_loss, refuse_several_targets

@@ -15,8 +15,7 @@ from ..hooks import Site
 from ..metrics.accuracy import Accuracy
 from ..metrics.aucroc import AttentionAUCROC
 from ..metrics.distances import AnchorDistances
-from ..metrics.metric import Metric
-from ..metrics.question import Question
+from ..metrics.question import Metric, Question
 from ..metrics.saliency_flows import SaliencyFlows
 from ..models.hooked import HookedModel, attention_layers
 from ..prompts.batch import PromptBatch, count_tokens

@@ -11,8 +11,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from ..metrics.distances import AnchorDistancesRecord, rank_correlation
-from ..metrics.plots import confusions
+from ..metrics.distances import AnchorDistancesRecord, confusions, rank_correlation
 from ..models.hooked import indices_of
 from ..results import figures
 from ..results.figure_parts import with_ends

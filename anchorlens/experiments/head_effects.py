@@ -20,7 +20,7 @@ from torch import Tensor
 from ..ablation.likelihood import log_odds_of
 from ..errors import MetricError
 from ..hooks import Site, replace_heads
-from ..metrics.predictions import require_gold
+from ..metrics.accuracy import require_gold
 from ..metrics.question import Further, Question
 from ..models.head_outputs import require_separate_heads, separate_heads
 from ..models.hooked import (

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from ..contexts.protocol import NoContext
 from ..errors import PromptError
-from ..metrics.predictions import predicted_class, require_gold
+from ..metrics.accuracy import predicted_class, require_gold
 from ..models.hooked import HookedModel
 from ..models.load import ensure_prepared
 from ..prompts.batch import PromptBatch
@@ -179,9 +179,11 @@ def label_dependence(
     for name, batches in prompts.items():
         checked_batches(model, batches)
         path = folder and Path(folder) / quote(name, safe=" ")
-        options: dict[str, Any] = {"folder": path, "progress": progress, "title": name}
+        options: dict[str, Any] = {"folder": path, "progress": progress}
         options["resamples"] = 0 if studies else resamples
-        studies.append(Study(model, batches, {"experiment": "label dependence"}, **options))
+        studies.append(
+            Study(model, batches, {"experiment": f"label dependence, {name}"}, **options)
+        )
     alone, *after = [_predictions(study, study is studies[0]) for study in studies]
     gold = torch.tensor([query.label for query in queries], device="cpu")[:, None]
     given = torch.tensor(taught, dtype=torch.double, device="cpu").T

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from ..errors import AnchorlensError, ModelError, RunError
-from ..metrics.metric import Metric
+from ..metrics.question import Metric
 from ..models.facts import take_over
 from ..models.hooked import HookedModel, device_of
 from ..models.kinds import original_of

@@ -19,8 +19,8 @@ from torch import Tensor
 
 from ..errors import MetricError, PromptError
 from ..hooks import Site
-from ..metrics.metric import Metric
-from ..metrics.predictions import require_gold
+from ..metrics.accuracy import require_gold
+from ..metrics.question import Metric
 from ..metrics.reads import At, Reads, Seen
 from ..models.hooked import HookedModel
 from ..prompts import edges

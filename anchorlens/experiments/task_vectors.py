@@ -21,8 +21,7 @@ from ..contexts.protocol import NoContext
 from ..contexts.training import query_digests
 from ..errors import HookError, PromptError
 from ..hooks import where_written
-from ..metrics.accuracy import Accuracy
-from ..metrics.predictions import predicted_class, require_gold
+from ..metrics.accuracy import Accuracy, predicted_class, require_gold
 from ..models.batch_hooks import TargetHook
 from ..models.hooked import Hook, HookedModel, check_fits, layer_numbers
 from ..models.load import ensure_prepared

@@ -8,6 +8,6 @@ if TYPE_CHECKING:
     from .accuracy import compare_accuracies as compare_accuracies
     from .edge_sums import flows as flows
     from .loyalties import loyalty as loyalty
-    from .segment_rollout import rollout as rollout
+    from .segments import rollout as rollout
 
 __getattr__, __dir__, __all__ = imported_at_first_use(__name__, __file__)

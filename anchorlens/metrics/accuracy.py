@@ -1,4 +1,4 @@
-"""How often the predicted label is the true label."""
+"""The class that a model predicts, and how often it is the true one."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -19,9 +19,21 @@ from ..results.kinds import difference, of_prompts, share
 from ..results.population import check_resamples, warn_if_few_units
 from ..results.record import Record
 from ..system.arguments import checked
-from .metric import Metric
-from .predictions import predicted_class, require_gold
+from .question import Metric
 from .reads import Seen
+
+
+def predicted_class(scores: Float[Tensor, "batch class"]) -> Int[Tensor, " batch"]:
+    """The class with the largest score; of equal ones the lowest (prompts/ties.py warns)."""
+    # argmax may return any of several equal values; this takes the lowest class.
+    return (scores == scores.max(-1, keepdim=True).values).long().argmax(-1)
+
+
+def require_gold(gold: Tensor | None, what: str) -> Tensor:
+    """The true labels; a MetricError that names the quantity if they are not known."""
+    if gold is None:
+        raise MetricError(f"{what} needs the true label of each query; give queries with labels")
+    return gold
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -29,8 +41,8 @@ class AccuracyRecord(Record):
     """Accuracy of the model's label predictions.
 
     Attributes:
-        accuracy: Share of prompts whose predicted label is true, from 0 to 1; high is
-            good. Chance is 1 / number of classes where the classes are balanced.
+        accuracy: Share of prompts whose predicted label is true, from 0 to 1. Chance is 1 / number
+            of classes where the classes are balanced.
         correct: 1 for each prompt whose predicted label is true, else 0.
     """
 
@@ -54,10 +66,9 @@ class AccuracyComparisonRecord(Record):
     """Accuracies of several methods on the same prompts, in the order of ``info["methods"]``.
 
     Attributes:
-        accuracy: Share of prompts whose predicted label is true, from 0 to 1; high is
-            good.
-        gain: Accuracy minus that of the first method, paired by prompt, from -1 to 1; above 0 means
-            that a method is better than the first, and its interval how certain that is.
+        accuracy: Share of prompts whose predicted label is true, from 0 to 1.
+        gain: Accuracy minus that of the first method, paired by prompt, from -1 to 1: above 0 where
+            a method is better than the first. Its interval says how certain that is.
         correct: 1 for each prompt whose predicted label is true, else 0.
     """
 
@@ -76,9 +87,13 @@ class AccuracyComparisonRecord(Record):
 
     def plot(self) -> go.Figure:
         """Accuracies as bars with their intervals (the paper's Table 1)."""
-        numbers = with_ends(self, "accuracy", shaped=lambda numbers: numbers.view(1, 1, -1))
-        names = ["share of prompts"], ["accuracy"], self.info["methods"]
-        return figures.bars(numbers.pop("values"), *names, **numbers, title="Accuracy")
+        return figures.bars(
+            **with_ends(self, "accuracy", shaped=lambda numbers: numbers.view(1, 1, -1)),
+            panels=["share of prompts"],
+            groups=["accuracy"],
+            series=self.info["methods"],
+            title="Accuracy",
+        )
 
 
 @checked
@@ -135,8 +150,8 @@ def compare_accuracies(
         info: Stored in the record's ``info``.
 
     Raises:
-        MetricError: There is no method, the methods have different numbers of prompts, answers are
-            not 0 or 1, or ``resamples`` is no number from 0.
+        MetricError: There is no method, methods have different numbers of prompts, or answers are
+            not 0 or 1.
 
     Examples:
         >>> right = {"guess": torch.tensor([1., 0.]), "oracle": torch.tensor([1., 1.])}

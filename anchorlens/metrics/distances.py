@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from math import isnan
 from typing import Any, ClassVar
 
 import plotly.graph_objects as go
@@ -13,8 +14,9 @@ from torch import Tensor
 from ..errors import MetricError
 from ..prompts import edges
 from ..prompts.batch import PromptBatch
-from ..results import kinds
+from ..results import figures, kinds
 from ..results.contributions import Contributions
+from ..results.estimate import in_digits
 from ..results.intervals import of_alike_sets
 from ..results.kind import mean_over_sets
 from ..results.population import MANY_PROMPTS
@@ -22,11 +24,19 @@ from ..results.record import Record
 from ..system.arguments import check_counts, checked
 from ..system.rounding import rounding_of
 from ..system.warn import warn_user
-from . import plots
-from .auc import auc
-from .metric import Metric
-from .predictions import predicted_class, require_gold
+from .accuracy import predicted_class, require_gold
+from .aucroc import auc
+from .question import Metric
 from .reads import At, Reads, Seen
+
+_MOST_CLASSES = 8  # whose pairs are drawn as tables
+_OF_PAIRS = (
+    "A dot is a pair of classes. Along x: distance of the label words' keys along the main "
+    "directions of the queries (predicted confusion). Along y: AUC-ROC of telling the two apart "
+    "(actual); 0.5 is chance, and of few queries it can be 0 or 1 by chance. Dots would rise from "
+    "left to right if near keys were confused. The lowest pairs have their names; of equal ones, "
+    "those of most queries."
+)
 
 
 def key_distances(
@@ -98,15 +108,64 @@ def _over_pairs(
     return rank_correlation(distance[:, pairs], other[pairs])
 
 
+def confusions(
+    predicted: Float[Tensor, "class class"],
+    actual: Float[Tensor, "class class"],
+    names: Sequence[str],
+    title: str,
+    counts: Int[Tensor, " class"] | None = None,
+) -> go.Figure:
+    """Predicted and actual confusions side by side, without diagonals (the paper's Figure 6)."""
+    if counts is not None:
+        names = [f"{name} ({count})" for name, count in zip(names, counts.tolist(), strict=True)]
+    if len(names) == 2:
+        number = float(actual[0, 1])
+        known = f"{in_digits(number)}, where 0.5 is chance and 1 is certain"
+        text = "no number" if isnan(number) else known
+        return figures.sentence(
+            "With two classes there is one pair, and its distance is the largest. The model tells "
+            f"{names[0]} and {names[1]} apart with an AUC-ROC of {text}.",
+            title=title,
+        )
+    both = torch.stack([predicted.double(), actual.double()])
+    if len(names) > _MOST_CLASSES:
+        pairs = torch.ones_like(both[0]).triu(1).nonzero()
+        if counts is not None:  # few queries are often at an end by chance
+            pairs = pairs[counts[pairs].amin(1).argsort(descending=True, stable=True)]
+        first, second = pairs.T.tolist()
+        figure = figures.pairs(
+            both[0, first, second],
+            both[1, first, second],
+            [f"{names[a]} and {names[b]}" for a, b in zip(first, second, strict=True)],
+            title=title,
+            x_title="predicted: distance of keys, over the largest",
+            y_title="actual: AUC-ROC of the pair",
+        )
+        return figure.update_layout(meta={"caption": _OF_PAIRS})
+    both[:, range(len(names)), range(len(names))] = torch.nan
+    return figures.heat_map(
+        both,
+        names,
+        names,
+        ("predicted: distance of keys", "actual: AUC-ROC of the pair"),
+        title=title,
+        bar_title="low = confused (AUC: 0.5 or less)",
+        row_title="class",
+        column_title="class",
+        limits=(0.0, 1.0),
+        with_numbers=True,
+    )
+
+
 @dataclass(frozen=True, eq=False, kw_only=True)
 class AnchorDistancesRecord(Record):
     """Predicted and actual confusion of the classes (section 3.3). In both, low means confused.
 
     Attributes:
         anchor_distance: Distance between the label words' keys along the main directions of the
-            queries, over the largest of the layer: from 0 to 1, 0 on the diagonal. The predicted
-            confusion. NaN, with a warning, in a layer whose queries are all the same (the first
-            layer with ALiBi, or where all prompts have the same length).
+            queries, over the largest of the layer: from 0 to 1. The predicted confusion. NaN, with
+            a warning, in a layer whose queries are all the same (the first layer with ALiBi, or
+            where all prompts have the same length).
         pair_auc: AUC-ROC of p_a / (p_a + p_b) among prompts whose true class is a or b, from 0 to
             1; 0.5 means that the model cannot tell them apart. NaN on the diagonal and for pairs
             without prompts. The actual confusion.
@@ -115,8 +174,7 @@ class AnchorDistancesRecord(Record):
         position_correlation: Spearman correlation of anchor_distance with the distance in position
             of the label words, which is large on rotary models in any case.
         accuracy: Share of prompts whose predicted label is true, from 0 to 1.
-        queries_per_class: Number of prompts whose true class it is. The share of the largest is
-            the accuracy of a model that always predicts this class.
+        queries_per_class: Number of prompts whose true class it is.
         default_layer: The layer to read: at two thirds of the depth (the paper's 32 of 48), never
             the layer that correlates best.
     """
@@ -147,11 +205,24 @@ class AnchorDistancesRecord(Record):
 
     numbers_of_layers: ClassVar[Sequence[str]] = ("default_layer",)
 
-    caption: ClassVar[str] = plots.DISTANCES
+    caption: ClassVar[str] = (
+        "Left: distance of the label words' keys along the main directions of the queries "
+        "(predicted). Right: AUC-ROC of telling two classes apart (actual); 0.5 is chance, and of "
+        "few queries it can be 0 or 1 by chance. Low, that is dark, means confused in both. In the "
+        "paper the most confused pair of TREC is dark on both sides."
+    )
 
     def plot(self) -> go.Figure:
         """Predicted and actual confusion side by side (the paper's Figure 6)."""
-        return plots.distances(self)
+        layer = int(self.default_layer)
+        names = self.axis_names("class") or [f"class {k}" for k in range(len(self.pair_auc))]
+        correlation = float(self.correlation[layer])
+        few = "too few pairs of classes for a rank correlation"
+        agreement = few if isnan(correlation) else f"rank correlation {in_digits(correlation)}"
+        title = "Which classes are confused, with their numbers of queries "
+        title += f"(layer {layer}, {agreement})"
+        tables = self.anchor_distance[layer], self.pair_auc
+        return confusions(*tables, [name.strip() for name in names], title, self.queries_per_class)
 
 
 @checked
@@ -194,7 +265,6 @@ class AnchorDistances(Metric):
 
     Args:
         directions: Number of directions used (the paper's 10).
-        name: Key of the result.
 
     Examples:
         >>> results = al.run(model, batches, [al.AnchorDistances()], progress=False)
@@ -205,7 +275,6 @@ class AnchorDistances(Metric):
     name: str = "anchor_distances"
 
     def check(self, model: Any, batches: Sequence[PromptBatch], *, changed: bool) -> None:
-        """Raise an error for hidden operands, missing labels, and sets of too few prompts."""
         for batch in batches:
             require_gold(batch.gold, "the confusion of classes")
             _class_shares(batch)
@@ -228,7 +297,6 @@ class AnchorDistances(Metric):
         return {"queries": At("queries", edges.target), "keys": keys}
 
     def contributions(self, batch: PromptBatch, seen: Seen) -> dict[str, Tensor]:
-        """Queries and mean keys of each class, heads side by side, and what tells confusions."""
         scores, keys = batch.label_scores(seen.logits).cpu(), seen["keys"]
         shares = _class_shares(batch)
         # Query heads may share a key head. [batch, layer, head, anchor, d_head]

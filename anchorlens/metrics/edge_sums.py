@@ -109,10 +109,7 @@ class EdgeSets:
 
 
 class ClassSums:
-    """Sums over sets of edges that have classes: first over keys of each class, then over queries.
-
-    The first is a product as a GPU likes it, and the second has few numbers, in float64.
-    """
+    """Sums over sets of edges that have classes: over keys of each class, then over queries."""
 
     def __init__(self, of_queries: Tensor, of_keys: Tensor, tables: Tensor) -> None:
         self.of_keys, self.count = of_keys, tables.shape[2]
@@ -128,7 +125,6 @@ class ClassSums:
     def sums(
         self, queries: slice, keys: slice, weights: Float[Tensor, "batch _ query key"]
     ) -> Float[Tensor, "batch _ set"]:
-        """The sums of weights between these positions, one for each set."""
         earlier = weights.tril(queries.start - (keys.start or 0) - 1)
         of_keys = self._sent_to(weights.device)[0][:, keys].expand(len(weights), -1, -1).to(weights)
         by_class = earlier.flatten(1, 2) @ of_keys
@@ -166,7 +162,6 @@ class Segments:
         return f"Segments({self.positions.shape[1]})"
 
     def counts(self) -> Int[Tensor, "batch segment segment"]:
-        """The number of edges from each segment to each."""
         counts = self.positions.long()
         return torch.einsum("bsi,bti->bst", counts, counts.cumsum(2) - counts)
 
@@ -193,7 +188,6 @@ class Segments:
     def sums(
         self, queries: slice, keys: slice, weights: Float[Tensor, "batch _ query key"]
     ) -> Float[Tensor, "batch _ segment segment"]:
-        """The sums of weights between these positions, from each segment to each."""
         count, heads = weights.shape[:2]
         positions = sent(self.positions, weights.device)
         readers, read = (
@@ -217,21 +211,10 @@ class EdgeSums:
         # For the reason of sums that are not finite. Of a product it can only be the gradient.
         self._gradients_are_finite = list[Tensor]()
 
-    def add(
-        self,
-        layer: int,
-        pattern: Float[Tensor, "_ head query key"],
-        gradient: Pattern,
-        *values: Values,
-        first: int = 0,
-    ) -> None:
-        """Sum the weights of a layer, whose first query row is at the position ``first``.
-
-        The tokens that prompts share have one pattern for the gradients of all prompts.
-        """
-        for rows, a, slope in row_pieces(pattern.expand_as(gradient), gradient):
-            queries = slice(first + rows.start, first + rows.stop)
-            self.add_rows(layer, queries, slice(0, a.shape[3]), a, slope, *values)
+    def add(self, layer: int, pattern: Pattern, gradient: Pattern) -> None:
+        """Add the weights of all query rows of a layer."""
+        for rows, a, slope in row_pieces(pattern, gradient):
+            self.add_rows(layer, rows, slice(0, a.shape[3]), a, slope)
 
     def add_rows(
         self,
@@ -255,10 +238,7 @@ class EdgeSums:
         self._of_layers[layer].append(self.sets.over_queries(by_class))
 
     def total(self) -> Float[Tensor, "batch layer _ *sets"]:
-        """Sums over edges, merged over heads and then of each head, on the CPU.
-
-        An error for a NaN, which would stand for "no edge", names the gradient or the weight.
-        """
+        """Sums over edges on the CPU; an error for a NaN, which would stand for "no edge"."""
         self.sets.forget()
         found = [self._of_layers[layer] for layer in sorted(self._of_layers)]
         layers = [each[0] if len(each) == 1 else torch.stack(each).sum(0) for each in found]

@@ -22,11 +22,17 @@ from ..results.record import Record
 from ..system.arguments import check_counts, checked
 from ..system.devices import wide
 from . import plots
-from .metric import Metric
-from .predictions import predicted_class, require_gold
+from .accuracy import predicted_class, require_gold
+from .question import Metric
 from .reads import At, Reads, Seen
 
 SCORES = ("read", "correct", "predicted", "copy")
+_LEGEND = (
+    "read: target to label words",
+    "correct: to those of the true label",
+    "predicted: to those of the prediction",
+    "copy: label word to the token before it",
+)
 _OF_CLASSES = ("correct", "predicted")  # their threshold is divided by the number of classes
 Choices = Float[Tensor, "batch choice layer head anchor"]  # of positions: label words, draws
 
@@ -34,10 +40,7 @@ Choices = Float[Tensor, "batch choice layer head anchor"]  # of positions: label
 def scores_of(
     read: Choices, copy: Choices, classes: Int[Tensor, "batch anchor"], *of: Int[Tensor, " batch"]
 ) -> Float[Tensor, "batch choice layer head score"]:
-    """The scores of attention to label words and to the tokens before them, in the order of SCORES.
-
-    ``of`` is the true class of each prompt, then the predicted one.
-    """
+    """The scores, in the order of SCORES; ``of`` is the true class, then the predicted one."""
     signs = (2 * (classes == each[:, None]).long() - 1 for each in of)
     of_classes = (read * sign[:, None, None, None] for sign in signs)
     return torch.stack([*(each.sum(-1) for each in (read, *of_classes)), copy.mean(-1)], dim=-1)
@@ -60,8 +63,7 @@ class LabelHeadsRecord(Record):
             0 to 1; high means that the head reads label words, or copies into them. ``correct`` and
             ``predicted`` are from -1 to 1: above 0 where label words of the true (predicted) class
             get more attention than all others together.
-        share: Share of prompts in which the score is above the threshold, from 0 to 1. At 1 the
-            head counts in every prompt.
+        share: Share of prompts in which the score is above the threshold, from 0 to 1.
         heads: Number of heads of a layer above the threshold, from 0 to all; mean over prompts.
         random_scores: ``scores`` with random positions in place of label words, mean over draws.
         random_share: ``share`` with these. As high as ``share`` where label words are not special.
@@ -86,7 +88,12 @@ class LabelHeadsRecord(Record):
         lambda record: record.heads - record.random_heads, draws=True
     )
 
-    caption: ClassVar[str] = plots.LABEL_HEADS
+    caption: ClassVar[str] = (
+        "Top: share of prompts in which the target's attention to all label words is above 5/n, n "
+        "the number of tokens. Bottom: how many more heads of a layer are above the threshold for "
+        "label words than for random positions; 0 says that label words are not special. In the "
+        "source (Cho et al., ICLR 2025) the step of copying comes before the step of reading."
+    )
     names: ClassVar[Mapping[str, Sequence[str]]] = {"score": SCORES}
 
     def plot(self) -> go.Figure:
@@ -95,22 +102,20 @@ class LabelHeadsRecord(Record):
 
     @checked
     def plot_share(self, score: str) -> go.Figure:
-        """The share of prompts in which each head is above the threshold of a score.
-
-        Args:
-            score: read, correct, predicted or copy; an error for any other.
-        """
+        """The share of prompts in which each head is above the threshold of a score."""
         if score not in SCORES:
             raise MetricError(f"there is no score {score!r}; the scores are {', '.join(SCORES)}")
         number = SCORES.index(score)
-        title = f"Heads above the threshold ({plots.LEGEND_OF_SCORES[number]})"
+        title = f"Heads above the threshold ({_LEGEND[number]})"
         return figures.by_head(
             self.share[..., number], title, "share of prompts", limits=(0.0, 1.0)
         )
 
     def plot_gaps(self) -> go.Figure:
         """How many more heads of a layer count for label words than for random positions."""
-        return plots.heads_above(self)
+        title = "Heads above the threshold, label words against random positions"
+        more: dict[str, Any] = {"y_title": "heads more than at random", "reference": 0.0}
+        return plots.lines(self, "gap", _LEGEND, title=title, random=None, **more)
 
 
 @checked
@@ -151,12 +156,11 @@ class LabelHeads(Metric):
         more than two classes it is below 0.
 
     Pitfalls:
-        Rows near the beginning of a prompt have few tokens, so copy is high there without any
-        copying. A head that always attends to the token before it has a high copy too: compare with
-        ``random_scores``. A sum over many label words passes 5/n easily: where all tokens are read
-        alike, six label words do. If prompts share their demonstrations, copy is the same in all of
-        them: use several sets. Where anchors are the last tokens of label words, the token before
-        may be a part of the word.
+        Rows near the beginning of a prompt have few tokens, and some heads always attend to the
+        token before: copy is high there without any copying, so compare with ``random_scores``. A
+        sum over many label words passes 5/n easily: six do where all tokens are read alike. If
+        prompts share their demonstrations, copy is the same in all of them: use several sets. Where
+        anchors are the last tokens of label words, the token before may be a part of the word.
 
     Source:
         Not in the paper. Cho et al., *Revisiting In-context Learning Inference Circuit in Large
@@ -168,19 +172,14 @@ class LabelHeads(Metric):
         times: The number 5 of the thresholds.
         draws: Number of draws of random positions. A draw depends on the demonstrations alone and
             is the same in all layers.
-        name: Key of the result.
 
     Raises:
         MetricError: ``times`` or ``draws`` is not above 0, queries have no true labels, a label
-            word has no token before it, or the demonstrations have too few other tokens after
-            their first label word.
+            word has no token before it, or too few other tokens follow the first label word.
 
     Examples:
         >>> results = al.run(model, batches, [al.LabelHeads()], progress=False)
-        >>> heads = results["label_heads"]
-        >>> heads.share.shape == (model.cfg.n_layers, model.cfg.n_heads, 4)
-        True
-        >>> heads.axis_names("score")
+        >>> results["label_heads"].axis_names("score")
         ('read', 'correct', 'predicted', 'copy')
     """
 
@@ -191,13 +190,11 @@ class LabelHeads(Metric):
     def __post_init__(self) -> None:
         if not 0 < self.times < inf:
             raise MetricError(
-                "times must be a number above 0, by which 1/n is multiplied to give a threshold; "
-                f"got {self.times!r}"
+                f"times must be a number above 0, by which 1/n is multiplied; got {self.times!r}"
             )
         check_counts(MetricError, draws=self.draws)
 
     def check(self, model: Any, batches: Sequence[PromptBatch], *, changed: bool) -> None:
-        """Raise an error for prompts without true labels, or without tokens to compare with."""
         for batch in batches:
             require_gold(batch.gold, f"{self.name} (its score 'correct')")
             self._positions_of(batch)
@@ -227,7 +224,6 @@ class LabelHeads(Metric):
         }
 
     def result(self, contributions: Contributions) -> LabelHeadsRecord:
-        """Means over prompts of the scores, and of whether they are above their threshold."""
         return LabelHeadsRecord.of(contributions, info={"times": self.times})
 
     def _positions_of(self, batch: PromptBatch) -> Int[Tensor, "batch choice anchor"]:

@@ -20,9 +20,10 @@ from ..results.figure_parts import with_ends
 from ..results.kinds import mean, of_prompts, share
 from ..results.record import Record
 from ..system.arguments import checked
-from ..system.devices import widest
-from .metric import Metric
-from .predictions import predicted_class
+from ..system.devices import holds_numbers, widest
+from ..system.texts import described
+from .accuracy import predicted_class
+from .question import Metric
 from .reads import Seen
 
 
@@ -137,8 +138,7 @@ def loyalty(
     Args:
         reference_logits: Next-token logits of the clean run.
         logits: Next-token logits of the changed run, of the same prompts.
-        label_token_ids: First token of each class's label word, or the ``verbalizer`` of a batch
-            where classes have several words.
+        label_token_ids: First token of each class's label word, or the ``verbalizer`` of a batch.
         top: As of ``al.Loyalty``.
 
     Raises:
@@ -163,15 +163,10 @@ def loyalty(
 def _check_run(
     logits: Float[Tensor, "batch vocab"], label_token_ids: Int[Tensor, " class"] | Verbalizer
 ) -> None:
-    given = (logits, label_token_ids)
-    if any(isinstance(each, Tensor) and each.is_meta for each in given):
+    if not holds_numbers(logits) or logits.ndim != 2 or not len(logits):
         raise MetricError(
-            "logits and label_token_ids are on the device 'meta', whose tensors have no numbers; "
-            "give those of a run"
+            f"logits are of (batch, vocab), one row a prompt; got {described(logits)}"
         )
-    if logits.ndim != 2 or not len(logits):
-        shape = tuple(logits.shape)
-        raise MetricError(f"logits are of (batch, vocab), one row a prompt; got {shape}")
     if not logits.isfinite().all():
         raise MetricError(
             "logits must be finite numbers, but some are NaN or infinite, which have no loyalty; "
@@ -180,11 +175,11 @@ def _check_run(
     ids, count = label_token_ids, logits.shape[1]
     if isinstance(ids, Verbalizer):
         ids = torch.tensor([token for row in ids.token_ids for token in row], device="cpu")
-    is_row = ids.ndim == 1 and 0 < len(ids) == len(set(ids.tolist()))
+    is_row = holds_numbers(ids) and ids.ndim == 1 and 0 < len(ids) == len(set(ids.tolist()))
     if not is_row or not holds_integers(ids) or not ((ids >= 0) & (ids < count)).all():
         raise MetricError(
-            "label_token_ids must be a row of different whole numbers from 0 to "
-            f"{count - 1}, the tokens of the logits; got {ids.tolist()}; "
+            f"label_token_ids must be a row of different whole numbers from 0 to {count - 1}, the "
+            f"tokens of the logits; got {ids.tolist() if holds_numbers(ids) else described(ids)}; "
             "PromptBatch.label_token_ids has this form"
         )
 
@@ -204,7 +199,6 @@ class NextTokens:
 
     @cached_property
     def probs(self) -> Float[Tensor, "batch vocab"]:
-        """Probabilities in float64."""
         return torch.stack([row.double().softmax(-1) for row in self.logits])
 
 

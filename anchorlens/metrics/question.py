@@ -1,7 +1,6 @@
 """What a question is: the passes that it needs of a batch, what a prompt contributes, the record.
 
-``al.run`` answers any number of questions. A metric (``metric.py``) is a question that the pass of
-the run answers.
+``al.run`` answers any number of questions. A metric is a question that the pass of the run answers.
 """
 
 from abc import ABC, abstractmethod
@@ -17,7 +16,10 @@ from ..results.contributions import Contributions
 from ..results.record import Record
 from ..system.arguments import checked
 from ..system.hook import Hook
-from .reads import InOneLine, Reads
+from ..system.texts import InOneLine
+from .edge_sums import EdgeSets, Segments, by_heads
+from .reads import Reads, Seen, Sums
+from .weights import Weight, WithValues
 
 HooksOfBatch = Callable[[PromptBatch], Sequence[Hook]]
 
@@ -30,9 +32,7 @@ def no_hooks(batch: PromptBatch) -> Sequence[Hook]:
 @checked
 @dataclass(frozen=True, eq=False)
 class Further:
-    """The passes that a question makes besides that of the run, as far as they are known before.
-
-    From this it is decided how batches run, and errors come before the first pass.
+    """The passes of a question besides that of the run, by which it is decided how batches run.
 
     Attributes:
         hooks: Functions of the batch to hooks of such passes. Of functions that differ only in
@@ -66,23 +66,20 @@ class Question(InOneLine, ABC):
             makes passes of its own gives them ``passes.hooks`` then, which are None without any.
 
     Examples:
-        How far the prediction moves, in nats, if label words are isolated in the first layer.
+        How far logits move if label words are isolated in the first layer.
 
         >>> from dataclasses import dataclass
         >>> from jaxtyping import Float
         >>> @dataclass(frozen=True, eq=False, kw_only=True)
         ... class MovedRecord(al.Record):
-        ...     kl: Float[torch.Tensor, ""] = al.kinds.mean("kl", low=0, unit="nats")
+        ...     most: Float[torch.Tensor, ""] = al.kinds.mean("most", low=0)
         >>> class Moved(al.Question):
         ...     name, record = "moved", MovedRecord
         ...     def of_batch(self, passes, batch):
         ...         isolated = lambda batch: al.isolate_labels(passes.model, batch, 0)
-        ...         clean = passes.clean(batch).double().log_softmax(-1)
-        ...         moved = passes.logits(batch, isolated).double().log_softmax(-1)
-        ...         return {"kl": (clean.exp() * (clean - moved)).sum(-1)}
+        ...         moved = passes.logits(batch, isolated) - passes.clean(batch)
+        ...         return {"most": moved.abs().amax(1)}
         >>> record = al.run(model, batches, [Moved()], progress=False)["moved"]
-        >>> bool(record.kl > 0)
-        True
     """
 
     record: ClassVar[type[Record]]
@@ -106,23 +103,18 @@ class Question(InOneLine, ABC):
         return Further()
 
     def check(self, model: Any, batches: Sequence[PromptBatch], *, changed: bool) -> None:
-        """Raise an error, before any model runs, where these batches cannot give a result.
+        """Raise an error, before any model runs, where all batches cannot give a result.
 
-        Args:
-            model: The model of the run.
-            batches: All batches of the run.
-            changed: Whether hooks change the run.
+        By default there is always one. ``changed`` says whether hooks change the run.
         """
-        return  # by default there is always a result
+        return
 
     @abstractmethod
     def of_batch(self, passes: Any, batch: PromptBatch) -> dict[str, Tensor]:
         """What each prompt contributes: tensors [prompt, ...] by name.
 
-        Args:
-            passes: The passes over this batch (``Passes``): ``clean``, ``logits`` with hooks,
-                ``logits_at`` other positions, and the ``model``.
-            batch: Whole prompts, on the device of the model.
+        ``passes`` are those over this batch of whole prompts (``Passes``): ``clean``, ``logits``
+        with hooks, ``logits_at`` other positions; and the ``model``.
         """
 
     def stored_as(self) -> Any:
@@ -140,3 +132,69 @@ class Question(InOneLine, ABC):
     def result(self, contributions: Contributions) -> Record:
         """The record of what all prompts contribute: pure, so that resamples give intervals."""
         return self.record.of(contributions)
+
+
+class Metric(Question):
+    """What every metric inherits from; usually a frozen dataclass whose fields are its options.
+
+    A metric needs a ``name``, ``contributions`` and a ``record`` (see ``al.Question``), and says in
+    ``reads`` what of the pass it reads. It has no state, and knows neither the model nor how it is
+    run.
+
+    Examples:
+        >>> from dataclasses import dataclass
+        >>> from jaxtyping import Float
+        >>> @dataclass(frozen=True, eq=False, kw_only=True)
+        ... class FirstRecord(al.Record):
+        ...     first: Float[torch.Tensor, "layer head"] = al.kinds.mean("first", 0, 1)
+        >>> class First(al.Metric):
+        ...     name, record = "first", FirstRecord
+        ...     def reads(self, batch):
+        ...         return {"row": al.reads.At("pattern", al.edges.target)}
+        ...     def contributions(self, batch, seen):
+        ...         return {"first": seen["row"][:, :, :, 0, 0]}
+        >>> record = al.run(model, batches, [First()], progress=False)["first"]
+    """
+
+    sees_hooks: ClassVar[bool] = True
+
+    @abstractmethod
+    def contributions(self, batch: PromptBatch, seen: Seen) -> dict[str, Tensor]:
+        """What each prompt contributes: tensors [prompt, ...] by name.
+
+        ``seen`` has what it reads of whole prompts, under its names and on the CPU; ``seen.logits``
+        at the targets, and ``seen.clean`` where hooks change the run.
+        """
+
+    def of_batch(self, passes: Any, batch: PromptBatch) -> dict[str, Tensor]:
+        return self.contributions(batch, passes.seen(self))
+
+
+def flows_of_prompts(contributions: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The mean weight of the edges of each prompt; NaN where it has none: 0 / 0."""
+    counts = contributions["counts"].double()[:, None]
+    sums, of_heads = contributions["sums"].double(), contributions["head_sums"].double()
+    return {"flow": sums / counts, "flow_of_heads": of_heads / counts[:, None]}
+
+
+class EdgeFlows(Metric):
+    """Sums of a weight over the edges that ``sets_of`` gives, and the number of these edges."""
+
+    if TYPE_CHECKING:  # an option of each class
+
+        @property
+        def weight(self) -> Weight | WithValues: ...
+
+    @abstractmethod
+    def sets_of(self, batch: PromptBatch) -> EdgeSets | Segments:
+        """Over which edges of a batch the weight is summed."""
+
+    def check(self, model: Any, batches: Sequence[PromptBatch], *, changed: bool) -> None:
+        for batch in batches:
+            self.sets_of(batch)
+
+    def reads(self, batch: PromptBatch) -> Reads:
+        return {"sums": Sums(self.weight, self.sets_of(batch))}
+
+    def contributions(self, batch: PromptBatch, seen: Seen) -> dict[str, Tensor]:
+        return {**by_heads(seen["sums"]), "counts": seen.counts("sums")}

@@ -24,20 +24,13 @@ from ..prompts.edges import PositionsOfBatch
 from ..prompts.positions import checked_positions
 from ..system.arguments import checked
 from ..system.hook import Hook
-from ..system.texts import KeepsRepr, described, options_in_short
+from ..system.texts import InOneLine, described
 from .edge_sums import EdgeSets, Segments
 from .weights import Pattern, Weight, WithValues, attention
 
 PATTERN, SLOPE, QUERIES, KEYS, VALUES = "pattern", "slope", "queries", "keys", "values"
 _OF_EDGES = (PATTERN, SLOPE)
 Columns = Int[Tensor, "batch _"]
-
-
-class InOneLine(KeepsRepr):
-    """What prints its options in one line: functions by their names, tensors by their shapes."""
-
-    def __repr__(self) -> str:
-        return printable(f"{type(self).__name__}({options_in_short(self)})")
 
 
 class _OfAPass(InOneLine):
@@ -81,13 +74,13 @@ class At(_OfAPass):
         queries: The positions: Int["batch chosen"], or a function of the batch, as those in
             ``al.edges``, that gives as many in each prompt.
         keys: Of a pattern or slope the keys, in the same form; by default all keys of the rows.
-        pairs: Query and key of one place in both lists belong together.
+        pairs: Whether query and key of one index belong together.
 
     The metric gets [batch, layer, head, query, key] of a pattern or slope ([batch, layer, head,
     pair] with ``pairs``), [batch, layer, head, position, d_head] of queries and keys, and [batch,
-    layer, position, ...] at a hook point. Numbers of layers that are wider than others have zeros
-    behind them in the others. Layers without attention, which some models have, are left out of
-    what is read in the attention; in a record they are NaN.
+    layer, position, ...] at a hook point. Layers that are narrower than others have zeros at the
+    end. Layers without attention are left out of what is read in the attention; in a record they
+    are NaN.
 
     Queries and keys are those that the attention of a layer multiplies, however the run is made:
     after norms, rotations, and what OPT and XGLM divide queries by. Other models multiply scores by
@@ -96,8 +89,8 @@ class At(_OfAPass):
     repeated, so that this holds in every layer.
 
     Raises:
-        MetricError: There is no such thing to read, keys are given where none are read or missing
-            with ``pairs``, or prompts have different numbers of positions.
+        MetricError: There is no such thing to read, keys do not fit ``what`` or ``pairs``, or
+            prompts have different numbers of positions.
 
     Examples:
         >>> al.reads.At("pattern", al.edges.target, al.edges.anchors).needs
@@ -170,8 +163,7 @@ class Sums(_OfAPass):
 
     Examples:
         >>> flows = al.reads.EdgeSets([al.edges.pq(batch), al.edges.ww(batch)])
-        >>> sorted(al.reads.Sums(al.weights.saliency, flows).needs)
-        ['pattern', 'slope']
+        >>> sums = al.reads.Sums(al.weights.saliency, flows)
     """
 
     weight: Weight | WithValues
@@ -237,9 +229,6 @@ class Blocks(_OfAPass):
 
     The metric gets [batch, layer, ...].
 
-    Raises:
-        MetricError: In the run, if the function gives no tensor with an entry for each prompt.
-
     Examples:
         >>> al.reads.Blocks(lambda block: block.pattern.square().sum((1, 2, 3))).needs
         frozenset({'pattern'})
@@ -301,7 +290,6 @@ class Seen(Mapping[str, Any]):
     """What a metric asked for, of every prompt of a batch, by the names of its reads.
 
     Attributes:
-        reads: What was asked for.
         logits: Logits at the targets, in float32 or wider; a copy for this metric alone.
         clean: Those of the run without hooks where hooks change the run, else None.
         n_heads: Query heads of a layer.
@@ -353,9 +341,8 @@ def _columns(
         counts = mask.sum(1)
         if (counts != counts[0]).any():
             raise MetricError(
-                f"{name} of {owner} are {int(counts.min())} to {int(counts.max())} positions of a "
-                "prompt; numbers are read at as many in each, so read them as a block "
-                "(al.reads.Blocks)"
+                f"{name} of {owner} must be as many positions in each prompt; got "
+                f"{int(counts.min())} to {int(counts.max())}; read a block (al.reads.Blocks)"
             )
         columns = mask.nonzero()[:, 1].view(len(batch), -1)
     columns = columns.cpu()

@@ -14,6 +14,7 @@ from ..errors import MetricError, PromptError
 from ..prompts import edges
 from ..prompts.batch import PromptBatch, check_label_words
 from ..prompts.edge_set import EdgeSet, EdgesOfBatch, as_edge_set, check_edges, paper_edges
+from ..results import figures
 from ..results.contributions import Contributions
 from ..results.depth import deep, shallow
 from ..results.kind import OfMeans, mean_of
@@ -23,11 +24,16 @@ from ..system.arguments import checked
 from ..system.warn import warn_user
 from . import plots
 from .edge_sums import EdgeSets
-from .metric import EdgeFlows, flows_of_prompts
+from .question import EdgeFlows, flows_of_prompts
 from .reads import Seen, Sums
 from .weights import Weight, WithValues, saliency
 
 PAPER_FLOWS: Mapping[str, EdgesOfBatch] = {"wp": edges.wp, "pq": edges.pq, "ww": edges.ww}
+_LEGEND = {
+    "wp": "text to label word (S_wp)",
+    "pq": "label word to target (S_pq)",
+    "ww": "between other words (S_ww)",
+}
 
 
 def _parts(flows: Float[Tensor, "*unit layer flow"]) -> Float[Tensor, "*unit layer flow"]:
@@ -48,16 +54,15 @@ class SaliencyFlowsRecord(Record):
     Attributes:
         flows: Mean saliency of the edges of each flow, in nats; mean over the prompts with such
             edges, then over sets of demonstrations (pooled where a set has fewer than 10 prompts).
-            High means that the loss depends on what passes along these edges. NaN, with a warning,
-            where no prompt has such an edge.
+            High means that the loss depends on what passes there. NaN where no prompt has one.
         share: Each flow's part of the layer's sum of flows, from 0 to 1; shares of a layer sum to 1
             (the paper's Figure 3). Mean over the sets of demonstrations in which no flow is NaN.
             NaN in layers where a flow is below 0, as those of a signed weight may be.
         tq: Mean saliency of the edges from the target to anything but label words, S_tq.
         pq_over_tq: S_pq / S_tq, from 0 up, but for chance in few prompts. About 1 means that label
             words are read no more than other words.
-        shallow_share: Mean share in the shallow layers, the first third.
-        deep_share: Mean share in the deep layers, the last third.
+        shallow_share: Mean share in the first third of the layers.
+        deep_share: Mean share in the last third.
         share_change: deep_share minus shallow_share, from -1 to 1, without the bias of few prompts,
             as the ratios below. Below 0 for S_wp and above 0 for S_pq as in the paper.
         deep_pq_over_tq: Median of S_pq / S_tq over the deep layers, from 0 up.
@@ -89,7 +94,15 @@ class SaliencyFlowsRecord(Record):
     per_head: Float[Tensor, "layer head flow"] = mean("flow_of_heads", unit="nats")
     per_prompt: Float[Tensor, "prompt layer flow"] = of_prompts("flow")
 
-    caption: ClassVar[str] = plots.FLOWS
+    caption: ClassVar[str] = (
+        "Top: S_pq / S_tq (not in the paper): S_pq over the mean saliency from all other words to "
+        "the target; about 1 says that label words are read no more than those. Middle: each "
+        "flow's share of the three means. S_wp: from the demonstrations' texts to their label "
+        "words. S_pq: from label words to the target, where the answer is predicted. S_ww: between "
+        "all other words. In the paper S_wp is large in shallow layers, and S_pq in deep ones. A "
+        "flow inside the hatched band of its colour is as in models with random weights. Bottom: "
+        "the sum; where it is small, shares say little."
+    )
     names: ClassVar[Mapping[str, Sequence[str]]] = {"flow": tuple(PAPER_FLOWS)}
     names_in_info: ClassVar[Mapping[str, str]] = {"flow": "flows"}
 
@@ -99,7 +112,35 @@ class SaliencyFlowsRecord(Record):
         Hatched bands are the same flows in models of the same architecture with random weights,
         where ``analyse`` has drawn them.
         """
-        return plots.flows(self)
+        names = self.axis_names("flow") or ()
+        read = plots.lines(
+            self,
+            "pq_over_tq",
+            ["a label word over another word (S_pq / S_tq)"],
+            title="Where information flows",
+            y_title="S_pq / S_tq",
+            colors=[figures.OUT],
+            log=True,
+            height=320,
+        )
+        shares = plots.lines(
+            self,
+            "share",
+            [_LEGEND.get(name, name) for name in names],
+            y_title="share of the three means",
+            random_names=[f"S_{name}" if name in _LEGEND else name for name in names],
+            colors=[figures.INTO, figures.OUT, figures.OTHER] if "pq" in names else figures.PALETTE,
+            height=350,
+        ).update_layout(margin={"t": 90})  # for a legend of two lines
+        total = figures.lines_by_layer(
+            self.flows.sum(-1)[None],
+            ["all three means together, of which shares are parts"],
+            title="",
+            y_title="nats",
+            colors=figures.PALETTE[3:],
+            height=220,
+        ).update_yaxes(rangemode="tozero")
+        return figures.stacked(read, shares, total)
 
 
 @checked
@@ -138,9 +179,8 @@ class SaliencyFlows(EdgeFlows):
     Pitfalls:
         A share is a part of the sum of three *means*, and not of all saliency: S_ww is the mean
         over hundreds of times more edges than S_pq. The loss is computed at the target, so edges
-        into it are salient in any model: with random weights S_pq has more than nine tenths of the
-        three in every layer. So its share alone shows nothing. S_tq, which is not in the paper, is
-        its baseline.
+        into it are salient in any model: with random weights the share of S_pq is above nine tenths
+        in every layer, and shows nothing. S_tq, which is not in the paper, is its baseline.
 
     Source:
         Section 2.1, equations 2 to 4, Figure 3.
@@ -156,12 +196,9 @@ class SaliencyFlows(EdgeFlows):
 
     Raises:
         MetricError: ``edges`` are no functions by name, or one returns no edges of the batch, from
-            tokens to earlier tokens. The latter is raised before any pass.
+            tokens to earlier tokens.
 
     Examples:
-        >>> results = al.run(model, batches, [al.SaliencyFlows()], progress=False)
-        >>> results["saliency_flows"].share.sum(-1).allclose(torch.ones(1).double())
-        True
         >>> to_first = al.SaliencyFlows(edges={"first": al.edges.from_first, "pq": al.edges.pq})
         >>> results = al.run(model, batches, [to_first], progress=False)
         >>> results["saliency_flows"].axis_names("flow")
@@ -180,7 +217,6 @@ class SaliencyFlows(EdgeFlows):
             )
 
     def check(self, model: Any, batches: Sequence[PromptBatch], *, changed: bool) -> None:
-        """Raise an error where edges do not go from tokens to earlier tokens of the prompts."""
         for name, function in self.edges.items():
             try:
                 if function in PAPER_FLOWS.values():  # whose edges are right as made

@@ -1,8 +1,7 @@
 """What an edge of the attention weighs in ``SegmentFlows``: functions of pattern and gradient.
 
-Each takes the pattern A and the gradient dL/dA of some query rows, in float32 or wider, and gives a
-finite number for each edge. A function of your own may do the same. For a result of each head it
-gets one head at a time. A function that also needs the values is marked with ``WithValues``.
+Each takes A and dL/dA of some query rows, in float32 or wider, and gives a finite number for each
+edge; so may a function of your own. For a result of each head it gets one head at a time.
 """
 
 from collections.abc import Callable
@@ -52,9 +51,8 @@ def signed(pattern: Pattern, gradient: Pattern) -> EdgeWeights:
     It adds up: over edges, and over the targets of a loss that is a sum.
 
     Where a norm takes the scale of the attention away (Gemma 2 to 4, OLMo 2 and 3, GLM-4, EXAONE
-    4), the sum over all keys of a query is 0: its row times any number gives the same output. There
-    a value says how an edge compares with the others of its query, not what the loss would be
-    without all of them: below 0 means that it lowers the loss more than its query's other keys do.
+    4), the sum over all keys of a query is 0. There a value compares an edge with the others of its
+    query: below 0 means that it lowers the loss more than these do.
     """
     return (pattern * gradient).sum(1)
 
@@ -63,8 +61,8 @@ def signed(pattern: Pattern, gradient: Pattern) -> EdgeWeights:
 def helpful(pattern: Pattern, gradient: Pattern) -> EdgeWeights:
     """``- sum_h A_h dL/dA_h``: in nats; above 0 where the attention lowers the loss.
 
-    Minus ``signed``, for where high should mean that a part of the prompt helps the answer, as in
-    ``al.Faithfulness``. Where a norm follows the attention, see ``signed``.
+    Minus ``signed`` (see there), for where high should mean that a part of the prompt helps, as in
+    ``al.Faithfulness``.
     """
     return -signed(pattern, gradient)
 
@@ -81,10 +79,7 @@ def positive(pattern: Pattern, gradient: Pattern) -> EdgeWeights:
 
 @checked
 def attention(pattern: Pattern, gradient: Pattern) -> EdgeWeights:
-    """``mean_h A_h``: the attention alone, from 0 to 1.
-
-    For a comparison with the other weights. It needs no gradient.
-    """
+    """``mean_h A_h``: the attention alone, from 0 to 1, which needs no gradient."""
     return pattern.mean(1)
 
 
@@ -98,9 +93,6 @@ class WithValues:
     keys with A, and over heads, they are the output of the attention without the bias of the output
     projection.
 
-    Args:
-        function: Function of (pattern, gradient, values) to a number for each edge.
-
     Examples:
         What passes along an edge in one direction of the residual stream.
 
@@ -108,7 +100,6 @@ class WithValues:
         >>> def along(pattern, gradient, values):
         ...     return (pattern * (values @ direction.to(values))[:, :, None]).sum(1)
         >>> metric = al.SegmentFlows(weight=al.weights.WithValues(along))
-        >>> results = al.run(model, batches[:1], [metric], resamples=0, progress=False)
     """
 
     function: WeightWithValues
@@ -142,8 +133,8 @@ def value_norm(pattern: Pattern, gradient: Pattern, values: Values) -> EdgeWeigh
     vectors. Prompts run whole.
 
     Pitfalls:
-        It says what arrives, not whether the loss depends on it: no target is in it, and the
-        gradient is not used, though the pass computes it.
+        It says what arrives, not whether the loss depends on it: no target and no gradient is in
+        it, though the pass computes the gradient.
 
     Source:
         Kobayashi et al., *Attention is Not Only a Weight* (EMNLP 2020).

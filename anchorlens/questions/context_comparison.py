@@ -29,8 +29,8 @@ from ..contexts.protocol import (
 from ..contexts.selection import ByScore, Selection, random_and_format
 from ..contexts.training import query_digests
 from ..errors import MetricError, ModelError, PromptError
+from ..metrics.accuracy import predicted_class, require_gold
 from ..metrics.loyalties import loyalty_contributions, next_tokens
-from ..metrics.predictions import predicted_class, require_gold
 from ..metrics.question import Question
 from ..models.hooked import HookedModel, hooks_by_layer, pattern_name
 from ..passes.forward import run_pass

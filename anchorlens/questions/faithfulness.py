@@ -26,10 +26,9 @@ from ..ablation.removal import edges as cut_edges
 from ..ablation.segment_scores import AnyScore, ScoresOfBatch, SegmentScores
 from ..errors import AnchorlensError, MetricError
 from ..metrics import weights
-from ..metrics.predictions import predicted_class
+from ..metrics.accuracy import predicted_class
 from ..metrics.question import Further, Question
-from ..metrics.segment_flows import SegmentFlows
-from ..metrics.segment_rollout import SegmentRollout
+from ..metrics.segments import SegmentFlows, SegmentRollout
 from ..models.hooked import HookedModel
 from ..prompts.batch import PromptBatch, digests
 from ..prompts.positions import SegmentsOfBatch

@@ -10,10 +10,10 @@ from jaxtyping import Float
 from torch import Tensor
 
 from ..errors import MetricError
+from ..metrics.accuracy import predicted_class
 from ..metrics.edge_sums import EdgeSums, by_heads
-from ..metrics.predictions import predicted_class
 from ..metrics.question import Question
-from ..metrics.segment_flows import SegmentFlows, SegmentFlowsRecord
+from ..metrics.segments import SegmentFlows, SegmentFlowsRecord
 from ..metrics.weights import Pattern, Weight, refuse_values, signed
 from ..models.batch_hooks import WholeHook
 from ..models.head_outputs import FrozenNorms

@@ -265,7 +265,7 @@ class _PartsOfTask:
         correct = {name: torch.cat([each[name] for each in of_seeds]) for name in of_seeds[0]}
         sets = [torch.full_like(each["vanilla"], k).long() for k, each in enumerate(of_seeds)]
         shots = [batches[0].label_positions.shape[1] // len(batches[0].labels) for batches in more]
-        with Study(self.model, self.prompts(), {}) as study:
+        with Study(self.model, self.prompts(), {}).entered() as study:
             info = study.describe() | {"more_shots": shots}
         info["seeds"], resamples = [each.seed for each in self.seeds], self.options["resamples"]
         record = compare_accuracies(correct, sets=torch.cat(sets), resamples=resamples, info=info)

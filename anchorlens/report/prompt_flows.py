@@ -20,8 +20,8 @@ from torch import Tensor
 
 from ..errors import AnchorlensError
 from ..experiments.saliency import observe_products
+from ..metrics.accuracy import predicted_class
 from ..metrics.edge_sums import row_pieces
-from ..metrics.predictions import predicted_class
 from ..models.hooked import HookedModel, attention_layers, check_fits, refuse_folded_value_biases
 from ..models.load import ensure_prepared
 from ..models.model_state import frozen_in_eval_mode

@@ -80,17 +80,12 @@ class Identity(NamedTuple):
 class Known:
     """What a walk meets, but is known elsewhere: the model of a run and its parts, by name."""
 
-    def __init__(self, **values: Any) -> None:
+    def __init__(self, model: Any = None) -> None:
         self.tokenizers: dict[int, str] = {}  # what was told of each, once a run
-        settings = {f"cfg of {name}": getattr(each, "cfg", None) for name, each in values.items()}
-        self.values = values | {name: each for name, each in settings.items() if each is not None}
-        self.modules = {  # below these, by their paths
-            f"{name}.{path}": module
-            for name, each in values.items()
-            if isinstance(each, nn.Module)
-            for path, module in each.named_modules()
-            if path
-        }
+        of_run = {"the model": model, "cfg of the model": getattr(model, "cfg", None)}
+        self.values = {name: each for name, each in of_run.items() if each is not None}
+        modules = model.named_modules() if isinstance(model, nn.Module) else ()
+        self.modules = {f"the model.{path}": module for path, module in modules if path}
         everything = {**self.modules, **self.values}
         self.names = {id(each): name for name, each in everything.items()}
         # Of all of these: their classes, and what each holds, which code may name.
@@ -124,7 +119,6 @@ class _Walk:
         self._held: set[str] = set()  # the attributes of what is added
 
     def add(self, value: Any) -> None:
-        """Add a value and all of its parts."""
         kind = type(value)
         if kind in _PLAIN:
             self._write(kind.__name__, repr(value))

@@ -4,8 +4,8 @@ What a metric reads is observed by hooks. Here the same hooks get the tensors of
 there is one code for both.
 """
 
-import re
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from itertools import zip_longest
 from types import SimpleNamespace
 from typing import Any
@@ -15,8 +15,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from ..errors import MetricError, NotFiniteError, PromptError
-from ..metrics.metric import Metric
-from ..metrics.question import Question
+from ..metrics.question import Metric, Question
 from ..metrics.reads import KEYS, QUERIES, VALUES, needs_of
 from ..models.hooked import Hook, HookedModel, check_fits, pattern_name
 from ..passes.provide import Observation, reads_of
@@ -30,7 +29,7 @@ from ..system.texts import described
 from ..system.torch_state import gradient_mode
 from .checks import require_questions
 from .identity import versions
-from .passes import contributed, results_of
+from .passes import contributed, layer_of, results_of
 from .study import (
     cases_of,
     describe_layers,
@@ -40,7 +39,6 @@ from .study import (
     require_batches,
 )
 
-_LAYER = re.compile(r"blocks\.(\d+)\.")
 _GRADIENT = "_grad"  # what TransformerLens adds to the name where it caches gradients
 
 
@@ -63,14 +61,11 @@ def from_caches(
             a generator holds one cache at a time. The logits are those of all positions, or of the
             targets alone. The cache is an ``ActivationCache`` or a dict of tensors by hook point;
             ``names_filter`` says which it must have. Metrics with a gradient need
-            ``blocks.0.attn.hook_pattern_grad`` and so on: the gradient of the sum over prompts of
-            the loss. Of a mean over prompts the saliency is smaller by the number of prompts.
-        model: The prepared model of the passes. Only metrics that depend on more than patterns and
-            logits need it, such as ``AnchorDistances``.
+            ``blocks.0.attn.hook_pattern_grad`` and so on: the gradient of the loss summed over
+            prompts, not of its mean.
+        model: The prepared model of the passes, for metrics that depend on more than patterns and
+            logits, such as ``AnchorDistances``.
         resamples: Bootstrap resamples for the 95 % intervals; 0 for none.
-
-    Returns:
-        The record of each metric under its name, as ``run`` returns them.
 
     Raises:
         MetricError: A cache lacks a hook point or a gradient, a tensor does not fit the batch, a
@@ -99,6 +94,8 @@ def from_caches(
         for metric in metrics:
             metric.check(model, batches, changed=False)
             Observation(model, metric, batches[0]).check()
+    else:
+        _check_without_model(metrics, batches)
     collected: list[dict[str, Tensor]] = []
     for number, (batch, given) in enumerate(zip_longest(batches, passes)):
         if batch is None or given is None:
@@ -106,20 +103,8 @@ def from_caches(
                 f"there are {len(batches)} batches, but {'more' if batch is None else number} "
                 "passes; give one (logits, cache) for each batch"
             )
-        logits, cache = _checked(given, batch, number)
-        if model is None and not collected:
-            _check_without_model(metrics, batches)
-        if model is not None:  # a bridge stores each hook point under one of its names
-            aliases = {
-                alias + suffix: cache[point.name + suffix]
-                for alias, point in model.hook_dict.items()
-                for suffix in ("", _GRADIENT)
-                if point.name + suffix in cache
-            }
-            cache = aliases | cache
-        of_cache = _sizes_in(cache) if model is None else model
-        of_pass = batch, logits, cache, of_cache, number
-        of_metrics = [_contributions(each, *of_pass) for each in metrics]
+        of_pass = _GivenPass.of(given, batch, number, model)
+        of_metrics = [of_pass.contributions(each, model) for each in metrics]
         collected.append({name: each[name] for each in of_metrics for name in each})
     contributions = joined(collected)
     order = order_of_queries(batches)
@@ -138,14 +123,8 @@ def from_caches(
 def names_filter(metrics: Sequence[Question], model: HookedModel, batch: PromptBatch) -> list[str]:
     """The hook points that these metrics observe: what a cache for ``from_caches`` must have.
 
-    Args:
-        metrics: The metrics.
-        model: A prepared model.
-        batch: A batch of the prompts.
-
-    Returns:
-        Names for ``run_with_cache(names_filter=...)`` and ``add_caching_hooks``. Those of gradients
-        are the same; with ``incl_bwd=True`` TransformerLens stores both.
+    They are for ``run_with_cache(names_filter=...)`` and ``add_caching_hooks``. Those of gradients
+    are the same; with ``incl_bwd=True`` TransformerLens stores both.
 
     Raises:
         AnchorlensError: The batch does not fit the model or a metric.
@@ -171,16 +150,13 @@ def cache_of_attentions(
     attentions: Sequence[Float[Tensor, "batch head query key"] | None],
     gradients: Sequence[Float[Tensor, "batch head query key"]] | None = None,
 ) -> dict[str, Tensor]:
-    """A cache from the patterns of each layer, as plain transformers and other tools return them.
+    """A cache for ``from_caches`` from the patterns of each layer, as plain transformers have them.
 
     Args:
         attentions: The pattern of each layer, after the softmax: ``output_attentions=True`` with
             ``attn_implementation="eager"``.
         gradients: The gradient of the summed loss for each of them, as
             ``torch.autograd.grad(loss.sum(), attentions)`` returns it.
-
-    Returns:
-        The same tensors by the names of hook points, for ``from_caches``.
 
     Raises:
         MetricError: A layer has no pattern, or there are more or fewer gradients.
@@ -204,31 +180,6 @@ def cache_of_attentions(
     return patterns | {pattern_name(layer) + _GRADIENT: slope for layer, slope in enumerate(slopes)}
 
 
-def _checked(given: Any, batch: PromptBatch, number: int) -> tuple[Tensor, dict[str, Tensor]]:
-    """The logits at the targets, in float32 or wider, and the cache as a dict."""
-    if not isinstance(given, tuple) or len(given) != 2 or not hasattr(given[1], "items"):
-        raise MetricError(
-            "a pass is (logits, cache), as model.run_with_cache returns it, with an "
-            f"ActivationCache or a dict of tensors; that of batch {number} is a "
-            f"{type(given).__name__}"
-        )
-    logits, cache = given
-    shape = tuple(batch.tokens.shape)
-    if not holds_numbers(logits) or tuple(logits.shape[:-1]) not in (shape, shape[:1]):
-        raise MetricError(
-            f"the logits of batch {number} must have the shape (batch, position, vocabulary) = "
-            f"{(*shape, '...')} or, of the targets, {(shape[0], '...')}; got "
-            f"{described(logits)}"
-        )
-    if logits.ndim == 3:
-        prompts = torch.arange(len(batch), device=logits.device)
-        logits = logits[prompts, sent(batch.target_positions, logits.device)]
-    logits = wide(logits.detach())
-    if not logits.isfinite().all():
-        raise NotFiniteError(f"the logits of batch {number} are NaN or infinite at the targets")
-    return logits, dict(cache.items())
-
-
 def _metrics(questions: Sequence[Question]) -> list[Metric]:
     """The same questions, all of which a pass that was made answers."""
     require_questions(questions)
@@ -241,21 +192,101 @@ def _metrics(questions: Sequence[Question]) -> list[Metric]:
     return metrics
 
 
-def _contributions(
-    metric: Metric,
-    batch: PromptBatch,
-    logits: Float[Tensor, "batch vocab"],
-    cache: Mapping[str, Tensor],
-    model: Any,
-    number: int,
-) -> dict[str, Tensor]:
-    with gradient_mode(False):
-        observation = Observation(model, metric, batch)
-        _show(metric.name, observation.hooks, cache, "", batch, number)
-        _show(metric.name, observation.backward_hooks[::-1], cache, _GRADIENT, batch, number)
-        seen = observation.seen(logits, None)
-        found = contributed(lambda batch: metric.contributions(batch, seen), batch)
-    return {f"{metric.name}/{name}": values for name, values in found.items()}
+@dataclass(frozen=True, eq=False)
+class _GivenPass:
+    """The logits at the targets of a batch, in float32 or wider, and its cache."""
+
+    batch: PromptBatch
+    number: int  # of the batch
+    logits: Float[Tensor, "batch vocab"]
+    cache: Mapping[str, Tensor]
+
+    @classmethod
+    def of(
+        cls, given: Any, batch: PromptBatch, number: int, model: HookedModel | None
+    ) -> "_GivenPass":
+        if not isinstance(given, tuple) or len(given) != 2 or not hasattr(given[1], "items"):
+            raise MetricError(
+                "a pass is (logits, cache), as model.run_with_cache returns it, or with a dict of "
+                f"tensors; that of batch {number} is a {type(given).__name__}"
+            )
+        logits, cache = given[0], dict(given[1].items())
+        shape = tuple(batch.tokens.shape)
+        if not holds_numbers(logits) or tuple(logits.shape[:-1]) not in (shape, shape[:1]):
+            raise MetricError(
+                f"the logits of batch {number} must have the shape (batch, position, vocabulary) = "
+                f"{(*shape, '...')}, or {(shape[0], '...')} of the targets; got {described(logits)}"
+            )
+        if logits.ndim == 3:
+            prompts = torch.arange(len(batch), device=logits.device)
+            logits = logits[prompts, sent(batch.target_positions, logits.device)]
+        logits = wide(logits.detach())
+        if not logits.isfinite().all():
+            raise NotFiniteError(f"the logits of batch {number} are NaN or infinite at the targets")
+        aliases = {  # a bridge stores each hook point under one of its names
+            alias + suffix: cache[point.name + suffix]
+            for alias, point in ({} if model is None else model.hook_dict).items()
+            for suffix in ("", _GRADIENT)
+            if point.name + suffix in cache
+        }
+        return cls(batch, number, logits, aliases | cache)
+
+    def contributions(self, metric: Metric, model: HookedModel | None) -> dict[str, Tensor]:
+        with gradient_mode(False):
+            sizes = _sizes_in(self.cache) if model is None else model
+            observation = Observation(sizes, metric, self.batch)
+            self._show(metric.name, observation.hooks, "")
+            self._show(metric.name, observation.backward_hooks[::-1], _GRADIENT)
+            seen = observation.seen(self.logits, None)
+            found = contributed(lambda batch: metric.contributions(batch, seen), self.batch)
+        return {f"{metric.name}/{name}": values for name, values in found.items()}
+
+    def _show(self, owner: str, hooks: Sequence[Hook], suffix: str) -> None:
+        """Pass to each hook the tensor that it would have seen."""
+        names = [name for name in self.cache if not name.endswith(_GRADIENT)]
+        for name, act in hooks:
+            for point in [name] if isinstance(name, str) else filter(name, names):
+                tensor = self._fitting(owner, point, suffix)
+                act(tensor.detach(), hook=SimpleNamespace(name=point))
+
+    def _fitting(self, owner: str, point: str, suffix: str) -> Tensor:
+        """The tensor of a hook point, or its gradient; an error if it does not fit the batch."""
+        name = point + suffix
+        tensor, forward = self.cache.get(name), self.cache.get(point)
+        if not holds_numbers(tensor):
+            cure = "store it: names_filter=al.caches.names_filter(metrics, model, batch)"
+            if suffix:
+                cure = (
+                    "store gradients too (incl_bwd=True), or add them to the dict under this name"
+                )
+            raise MetricError(
+                f"the cache of batch {self.number} has no {name!r}, which {owner} needs; {cure}"
+            )
+        what, shape = f"{name!r} in the cache of batch {self.number}", tuple(tensor.shape)
+        size, length = self.batch.tokens.shape
+        fits = shape[:1] == (size,) and length in shape[1:]
+        if "hook_pattern" in name:
+            fits = len(shape) == 4 and (shape[0], *shape[2:]) == (size, length, length)
+        if not fits:
+            raise PromptError(
+                f"{what} has the shape {shape}, but the batch has {size} prompts of {length} "
+                "positions; give each batch the cache of its own pass over the same tokens, "
+                "without a key-value cache and with its batch axis"
+            )
+        # NaN is outside too.
+        if name.endswith("hook_pattern") and not ((tensor >= 0) & (tensor <= 1.01)).all():
+            raise PromptError(
+                f"{what} has values outside 0 to 1; a pattern is the attention after the softmax, "
+                "and not its scores"
+            )
+        if suffix and not torch.stack(tensor.aminmax()).isfinite().all():
+            raise NotFiniteError(f"{what} is NaN or infinite; run the model in float32")
+        if suffix and isinstance(forward, Tensor) and forward.shape != tensor.shape:
+            raise PromptError(
+                f"{what} has the shape {shape}, and the tensor itself {tuple(forward.shape)}; both "
+                "must come from one pass"
+            )
+        return tensor
 
 
 def _check_without_model(metrics: Sequence[Metric], batches: Sequence[PromptBatch]) -> None:
@@ -268,10 +299,9 @@ def _check_without_model(metrics: Sequence[Metric], batches: Sequence[PromptBatc
 
 def _sizes_in(cache: Mapping[str, Tensor]) -> Any:
     """What stands for the model of a cache: its numbers of layers and heads."""
-    layers = [int(found[1]) for name in cache if (found := _LAYER.match(name))]
     patterns = [cache[name] for name in cache if name.endswith("attn.hook_pattern")]
     heads = patterns[0].shape[1] if patterns and patterns[0].ndim == 4 else 1
-    count = max(layers, default=0) + 1  # of an empty cache the first is missing
+    count = 1 + max(map(layer_of, cache), default=0)  # of an empty cache the first is missing
     return SimpleNamespace(cfg=SimpleNamespace(n_layers=count, n_heads=heads))
 
 
@@ -290,56 +320,3 @@ def _needs_model(owner: str) -> MetricError:
         f"{owner} needs the prepared model of the passes, and not only their caches; give it: "
         "al.caches.from_caches(..., model=model)"
     )
-
-
-def _show(
-    owner: str,
-    hooks: Sequence[Hook],
-    cache: Mapping[str, Tensor],
-    suffix: str,
-    batch: PromptBatch,
-    number: int,
-) -> None:
-    """Pass to each hook the tensor that it would have seen."""
-    names = [name for name in cache if not name.endswith(_GRADIENT)]
-    for name, act in hooks:
-        for point in [name] if isinstance(name, str) else filter(name, names):
-            tensor = cache.get(point + suffix)
-            _require_fit(tensor, cache.get(point), point + suffix, owner, batch, number)
-            act(tensor.detach(), hook=SimpleNamespace(name=point))  # type: ignore[union-attr]
-
-
-def _require_fit(
-    tensor: Any, forward: Any, name: str, owner: str, batch: PromptBatch, number: int
-) -> None:
-    if not holds_numbers(tensor):
-        cure = "store it: names_filter=al.caches.names_filter(metrics, model, batch)"
-        if name.endswith(_GRADIENT):
-            cure = "store gradients too (incl_bwd=True), or add them to the dict under this name"
-        raise MetricError(
-            f"the cache of batch {number} has no {name!r}, which {owner} needs; {cure}"
-        )
-    what, shape = f"{name!r} in the cache of batch {number}", tuple(tensor.shape)
-    size, length = batch.tokens.shape
-    fits = shape[:1] == (size,) and length in shape[1:]
-    if "hook_pattern" in name:
-        fits = len(shape) == 4 and (shape[0], *shape[2:]) == (size, length, length)
-    if not fits:
-        raise PromptError(
-            f"{what} has the shape {shape}, but the batch has {size} prompts of {length} "
-            "positions; give each batch the cache of its own pass over the same tokens, without a "
-            "key-value cache and with its batch axis"
-        )
-    # NaN is outside too.
-    if name.endswith("hook_pattern") and not ((tensor >= 0) & (tensor <= 1.01)).all():
-        raise PromptError(
-            f"{what} has values outside 0 to 1; a pattern is the attention after the softmax, and "
-            "not its scores"
-        )
-    if name.endswith(_GRADIENT) and not torch.stack(tensor.aminmax()).isfinite().all():
-        raise NotFiniteError(f"{what} is NaN or infinite; run the model in float32")
-    if name.endswith(_GRADIENT) and isinstance(forward, Tensor) and forward.shape != tensor.shape:
-        raise PromptError(
-            f"{what} has the shape {shape}, and the tensor itself {tuple(forward.shape)}; both "
-            "must come from one pass"
-        )

@@ -30,10 +30,7 @@ def check_questions(
     hooks: HooksOfBatch | None,
     loss: LossOfBatch | None,
 ) -> list[Observation]:
-    """What questions observe in the first batch.
-
-    An error for wrong questions, hooks or losses, before the model runs.
-    """
+    """What questions observe in the first batch; an error for wrong questions, hooks or losses."""
     observed = list[Observation]()
     for question in questions:
         if hooks is not None and not question.sees_hooks:
@@ -47,8 +44,7 @@ def check_questions(
     gradient = [each.question.name for each in observed if each.needs_gradient]
     if gradient and loss is None:
         raise MetricError(
-            f"{', '.join(gradient)} needs a gradient, and the passes here have none; give it to "
-            "al.run"
+            f"{', '.join(gradient)} needs a gradient, and passes here have none; give it to al.run"
         )
     if gradient and loss is not None:
         check_gradient_of_loss(loss, batches, model)
@@ -84,7 +80,6 @@ def require_questions(questions: Sequence[Question]) -> None:
 
 
 def asked_of(question: Question, model: HookedModel, batches: Sequence[PromptBatch]) -> Question:
-    """The question as it is asked of this model and these prompts."""
     asked: Any = question.of_run(model, batches)
     if not isinstance(asked, Question) or asked.name != question.name:
         raise MetricError(
@@ -104,7 +99,6 @@ def further_of(question: Question, model: HookedModel, batches: Sequence[PromptB
 
 
 def once_of(question: Question, passes: Any, contributions: Mapping[str, Tensor]) -> dict[str, Any]:
-    """What a question knows after the last batch."""
     once = question.once(passes, contributions)
     found = dict(fitted(f"what once of {question.name} returns", once, Mapping[str, Any]))
     info = fitted(f"info of once of {question.name}", found.get("info", {}), Mapping[str, Any])
@@ -130,9 +124,7 @@ def hooks_of(hooks: HooksOfBatch, batch: PromptBatch) -> Sequence[Hook]:
     return acting
 
 
-def check_edges_of_hooks(
-    model: HookedModel, hooks: HooksOfBatch, batches: Sequence[PromptBatch]
-) -> None:
+def check_edges_of_hooks(hooks: HooksOfBatch, batches: Sequence[PromptBatch]) -> None:
     """Raise an error for hooks on edges that no prompt has."""
     has_edges: dict[tuple[int, Any], bool] = {}  # by the number of a hook, and its point
     for batch in batches:
@@ -151,11 +143,7 @@ def check_edges_of_hooks(
 def possible(
     model: HookedModel, batches: Sequence[PromptBatch], questions: Sequence[Question]
 ) -> tuple[list[Question], dict[str, AnchorlensError]]:
-    """The questions that have a result for this model and these prompts, and errors of the others.
-
-    Raises:
-        PromptError: The prompts do not fit the model.
-    """
+    """The questions that have a result for this model and prompts, and errors of the others."""
     for batch in batches:
         check_fits(model, batch)
     able: list[Question] = []
@@ -183,10 +171,7 @@ def _check_points(model: HookedModel, users: Mapping[str, str]) -> None:
 def refuse_moved_hooks(
     given: Sequence[PromptBatch], batches: Sequence[PromptBatch], hooks: HooksOfBatch
 ) -> None:
-    """Raise an error for the user's own hooks if prompts were given with padding on the left.
-
-    They may act at positions of the batch as it was given.
-    """
+    """Raise an error for a user's own hooks, which may act where padding on the left was."""
     if any(_may_stay(*pair, hooks) for pair in zip(given, batches, strict=True)):
         raise HookError(
             "prompts are run with their padding on the right, and these are padded on the left, so "

@@ -1,14 +1,15 @@
 """The fingerprint of a run: what decides its numbers, by content, and what of it cannot be seen.
 
 It holds the model, the prompts, the settings, what acts on all of torch, and the versions of
-packages; it is stored with contributions.
+packages; it is stored with contributions. Where code cannot be compared, a person can name it
+(``named``).
 """
 
 import functools
 import platform
 import re
-from collections.abc import Collection, Mapping, Sequence
-from dataclasses import fields, is_dataclass
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, field, fields, is_dataclass
 from pathlib import Path
 from types import FunctionType, MethodType
 from typing import Any, NamedTuple
@@ -19,11 +20,13 @@ from torch.optim import optimizer as optimizers_of_torch
 from torch.overrides import _get_current_function_mode_stack
 from torch.utils._device import DeviceContext
 
-from ..errors import StoreError
+from ..errors import ArgumentError, StoreError
 from ..models.kinds import config_of
 from ..models.model_identity import ADDRESS, identity
 from ..models.model_state import user_hooks
+from ..printable import printable
 from ..prompts.batch import PromptBatch
+from ..system.arguments import checked
 from ..system.package import installed_version
 from ..system.processes import is_main
 from ..system.texts import name_of
@@ -57,7 +60,7 @@ def fingerprint(
     known: Known | None = None,
 ) -> Fingerprint:
     """The fingerprint of a run; ``known`` are its model and what is known beside it."""
-    known = known or Known(**{"the model": model})
+    known = known or Known(model)
     parameters = list(model.parameters())
     devices = {weights.device.type for weights in parameters}
     facts = {
@@ -82,8 +85,7 @@ def fingerprint(
         words["changes of torch and anchorlens"] = [*changes]
     if both := (facts.keys() | own.keys()) & settings.keys():
         raise StoreError(
-            f"settings cannot be named {', '.join(sorted(both))}: the model and the prompts are "
-            "stored under these names; rename them"
+            f"settings cannot be named {', '.join(sorted(both))}, as the run has these names"
         )
     unknown = {}
     for name, value in {**own, **settings}.items():
@@ -120,8 +122,7 @@ def differences(
 ) -> dict[str, bool]:
     """The names of facts that differ, and of each whether it is believed to give equal numbers.
 
-    Settings are compared by their digests, not by their words. Versions that differ in the last
-    number alone are believed, as stored batches are computed again.
+    Versions that differ in the last number alone are, as stored batches are computed again.
     """
     return {
         name: name in believe
@@ -189,3 +190,56 @@ def _precision(devices: set[str]) -> str:
     automatic = [f"autocast {torch.get_autocast_dtype(device)}" for device in enabled]
     made = f"new tensors {torch.get_default_dtype()} on {torch.get_default_device()}"
     return ", ".join([f"matmul {torch.get_float32_matmul_precision()}", made, *automatic])
+
+
+@dataclass(frozen=True)
+class NamedFunction:
+    """A function that is the same wherever it has the same name."""
+
+    name: str
+    function: Callable[..., Any] = field(compare=False, repr=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "__wrapped__", self.function)  # its signature is that of this
+
+    def __repr__(self) -> str:
+        return printable(f"named({self.name!r})")
+
+    @property
+    def __name__(self) -> str:
+        return self.name
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self.function(*args, **kwargs)
+
+
+@checked
+def named(name: str, function: Callable[..., Any]) -> NamedFunction:
+    """The function under a name by which its stored results are believed.
+
+    Runs with a ``folder`` compare a function by its code, and by what that names. Where this cannot
+    be seen (NumPy, a file, another library), they compute all of it again. What you name is
+    compared by the name alone: equal names are the same function.
+
+    Pitfalls:
+        Give another name with each change of the function, or of what it reads: numbers of the old
+        one are not told from those of the new one.
+
+    Args:
+        name: A text of your own, such as "my score, 3".
+        function: What you would give: hooks, a loss, a score, an optimizer, a function of the
+            batch, or a part of the paper. It is called as it is.
+
+    Raises:
+        ArgumentError: The name is empty, or what is named cannot be called.
+
+    Examples:
+        >>> import numpy as np
+        >>> def halved(logits, batch):
+        ...     return al.losses.label_cross_entropy(logits, batch) * float(np.sqrt(0.25))
+        >>> al.named("halved, 1", halved)
+        named('halved, 1')
+    """
+    if not name.strip():
+        raise ArgumentError(f'name of named must be a text, such as "my score, 1"; got {name!r}')
+    return NamedFunction(name, function)

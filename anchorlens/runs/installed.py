@@ -56,19 +56,12 @@ _PURE = {
 # Where torch has its other functions in C.
 _FROM_C = (nn.functional.gelu, torch.linalg.det, torch.special.entr, torch.fft.fft)
 _IN_C = {each.__module__ for each in _FROM_C}
+_KNOWN = ("torch", "transformers", "transformer_lens", "accelerate", "peft", "numpy", PACKAGE)
 # The packages whose functions may be known, and where all others are that somebody installed.
 _PACKAGES = {
     name: os.path.join(os.path.realpath(folder), "")
     # Wherever they lie: a folder of PYTHONPATH may hold packages too.
-    for name in (
-        "torch",
-        "transformers",
-        "transformer_lens",
-        "accelerate",
-        "peft",
-        "numpy",
-        PACKAGE,
-    )
+    for name in _KNOWN
     if (spec := find_spec(name)) is not None
     for folder in spec.submodule_search_locations or ()
 }

@@ -22,8 +22,7 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 
 from ..errors import AnchorlensError, MetricError, NotFiniteError, RunError
-from ..metrics.metric import Metric
-from ..metrics.question import HooksOfBatch, Question, no_hooks
+from ..metrics.question import HooksOfBatch, Metric, Question, no_hooks
 from ..metrics.reads import Seen
 from ..models.batch_hooks import BatchHook, act_alike, in_leading_tokens
 from ..models.hooked import Hook, HookedModel
@@ -65,8 +64,8 @@ class _PassOfRun:
 class Passes:
     """The passes of a study; ``study.passes`` makes it, and a question gets it with each batch.
 
-    If a question raises an AnchorlensError, the others go on without it, and ``failures`` has the
-    error. An error of another kind is a mistake in its code and is raised at once.
+    If a question raises an AnchorlensError, ``failures`` has it, and the others go on. An error of
+    another kind is a mistake in its code and is raised at once.
     """
 
     def __init__(
@@ -116,7 +115,6 @@ class Passes:
 
     @property
     def names(self) -> list[str]:
-        """The names of the questions."""
         return [question.name for question in self.questions]
 
     def clean(self, batch: PromptBatch) -> Float[Tensor, "batch vocab"]:
@@ -128,20 +126,15 @@ class Passes:
     ) -> Float[Tensor, "batch vocab"]:
         """Logits at the targets of a batch, with the hooks of a function of the batch.
 
-        Whole prompts are run where hooks cannot act in the shared tokens once for all prompts.
-
-        Args:
-            batch: The prompts.
-            hooks: Function of the batch to hooks.
-            key: What gives the same hooks for each batch of a set of demonstrations: under it the
-                keys and values of shared tokens are stored for the next batch. None stores none.
+        Whole prompts are run where hooks cannot act in the shared tokens once for all prompts. The
+        ``key`` stands for hooks that are the same for each batch of a set of demonstrations: under
+        it the keys and values of shared tokens are stored for the next batch. None stores none.
         """
         try:
             hash(key)
         except TypeError as error:
             raise MetricError(
-                "key must be hashable, such as a string, a number or a tuple of them; got "
-                f"{described(key)}"
+                f"key must be hashable, such as a string or a number; got {described(key)}"
             ) from error
         after, _ = after_shared(batch, self.way.lengths)
         acting = hooks_of(hooks, after)
@@ -185,8 +178,7 @@ class Passes:
         if run is None or question.name not in run.observed:
             raise MetricError(
                 f"nothing is read for {question.name!r} here: passes.seen(self) is for a question "
-                "that says what it reads in its method reads, and for the batch that it is asked "
-                "about"
+                "that has a method reads, and for the batch that it is asked about"
             )
         return run.observed[question.name].seen(run.logits, run.clean)
 

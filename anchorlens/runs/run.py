@@ -51,25 +51,21 @@ def run(
             Contributions of a result are in the order of the queries; those of joined calls are
             sorted by set of demonstrations first.
         questions: Metrics and questions of the package, or your own.
-        hooks: Function of the batch to hooks that change the run (``al.isolate_labels``, ...).
-            They act before the metrics observe, and a clean pass runs first. The function gets the
-            batch as it is run, with its padding on the right. Questions of more passes change the
-            run themselves, and refuse them.
+        hooks: Function of the batch, as it is run with its padding on the right, to hooks that
+            change the run (``al.isolate_labels``, ...). They act before the metrics observe, and a
+            clean pass runs first. Questions of more passes refuse them.
         loss: Function of (logits, batch) to one number a prompt, for metrics with a gradient;
             summed over prompts.
         gradient_checkpointing: For prompts too long for the memory: the pass with a gradient stores
-            only the input of each block, and runs the block again when the backward pass reaches
-            it. Attention then takes the memory of one layer instead of all; the numbers are the
-            same, and it takes about one more forward pass. ``hooks`` act both times and must do the
-            same both times; metrics observe once. It is an error if no metric needs a gradient.
-            Where attention is fused and a prompt would not fit into the memory that is free, blocks
-            run so without being asked, and ``info["attention"]`` says so.
-        share_prefix: False runs whole prompts, also if the tokens that prompts share could be run
-            once for all of them.
+            only the input of each block, and runs the block again in the backward pass. Attention
+            then takes the memory of one layer; the numbers are the same, for about one more forward
+            pass. ``hooks`` must do the same both times; metrics observe once. An error if no metric
+            needs a gradient. Where attention is fused and a prompt would not fit into the free
+            memory, blocks run so without being asked, and ``info["attention"]`` says so.
+        share_prefix: False runs whole prompts, also where shared tokens could run once.
         resamples: Bootstrap resamples for the 95 % intervals; 0 for none.
-        folder: Stores what each batch contributed to each question; the same call after an
-            interruption continues from there, one with more questions computes these alone, and
-            after ``forget_run`` a call starts over.
+        folder: Stores what each batch contributed to each question. The same call continues from
+            there, one with more questions computes these alone; ``forget_run`` starts over.
         believe: Names of what may differ from what ``folder`` holds, or cannot be compared, because
             you know that it gives the same numbers, as errors and warnings name it: a package
             (``"torch"``, as on another machine), a setting (``"hooks"``), a question
@@ -94,8 +90,7 @@ def run(
     settings: dict[str, Any] = {"loss": loss, "hooks": hooks}
     settings["gradient_checkpointing"] = gradient_checkpointing
     options: dict[str, Any] = {"folder": folder, "believe": believe, "progress": progress}
-    study = Study(model, batches, settings, resamples=resamples, **options)
-    with study.entered():
+    with Study(model, batches, settings, resamples=resamples, **options).entered() as study:
         if not questions:
             raise MetricError(
                 "there is nothing to compute: give at least one metric or another question"
@@ -116,24 +111,15 @@ def target_logits(
 
     For your own comparisons, such as ``loyalty`` of the same queries after other demonstrations.
 
-    Args:
-        model: A hooked model.
-        batches: Prompts from ``build_prompts``.
-        hooks: Function of the batch to hooks that change the run.
-        progress: Show a progress bar.
-
-    Raises:
-        AnchorlensError: The prompts do not fit the model, or ``hooks`` is no function of the batch
-            to hooks that the model has. It is raised before any pass over the prompts.
+    Arguments are those of ``run``, and so is the error for prompts or hooks that do not fit.
 
     Examples:
         >>> logits = al.target_logits(model, batches, progress=False)
         >>> float(al.metrics.loyalty(logits, logits, batches[0].label_token_ids).label_loyalty)
         1.0
     """
-    study = Study(model, batches, {"hooks": hooks}, resamples=0, progress=progress, title="logits")
-    with study.entered():
-        passes = study.passes(hooks=hooks)
-        change = no_hooks if hooks is None else hooks
+    settings = {"experiment": "logits", "hooks": hooks}
+    with Study(model, batches, settings, resamples=0, progress=progress).entered() as study:
+        passes, change = study.passes(hooks=hooks), no_hooks if hooks is None else hooks
         found = study.collect(lambda batch: {"logits": passes.logits(batch, change, "hooks").cpu()})
         return found["logits"]

@@ -3,7 +3,7 @@
 import hashlib
 import json
 import re
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from math import inf
@@ -41,10 +41,9 @@ def make_folder(folder: str | Path) -> Path:
 
 @dataclass(frozen=True)
 class Store:
-    """A folder with one file a batch, each written whole or not at all.
+    """A folder with one file a batch: contributions, their run and batch, and a digest of these.
 
-    Each file holds contributions with their run and batch, and a digest of all of these. It is used
-    only if it is byte for byte what would be written now.
+    A file is written whole or not at all, and used only if it is byte for byte as written.
     """
 
     folder: Path
@@ -77,10 +76,7 @@ class Store:
         return store
 
     def read(self, number: int) -> dict[str, Tensor]:
-        """What is stored of a batch, of all names that are believed; a damaged file warns.
-
-        An error if the file is whole, but belongs to another run, or to another function of a name.
-        """
+        """What is stored of a batch, of all names that are believed; a damaged file warns."""
         path = self._path(number)
         if not self.believed or not kind_of(path):
             return {}
@@ -89,8 +85,8 @@ class Store:
             run, functions, of_batch, contributions = stored
             self._require_same(run, path)
             if of_batch == number:
-                usable = {n: each for n, each in functions.items() if n in self.believed}
-                usable = {name: each for name, each in usable.items() if each != CHANGED}
+                believed = self.believed.intersection(functions)
+                usable = {n: functions[n] for n in believed if functions[n] != CHANGED}
                 now = {name: self.functions[name] for name in usable}
                 for name, is_believed in differences(usable, now, self.believe).items():
                     if not is_believed:
@@ -104,16 +100,8 @@ class Store:
         warn_user(f"{path} {reason}; batch {number} is computed again")
         return {}
 
-    def missing(self, contributions: Mapping[str, Tensor]) -> list[str]:
-        """The names of which these contributions have nothing."""
-        there = set(map(name_of_question, contributions))
-        return [name for name in self.functions if name not in there]
-
     def write(self, number: int, contributions: Mapping[str, Tensor]) -> None:
-        """Write contributions of a batch, beside those of other names that are stored.
-
-        Those of other batches stay if this raises an error.
-        """
+        """Write contributions of a batch, beside those of other names that are stored."""
         path = self._path(number)
         if (kind := kind_of(path)) == "folder":
             with suppress(OSError):  # if it is not empty, the error below names it
@@ -159,11 +147,7 @@ class Store:
 
 @checked
 def forget_run(folder: str | Path) -> None:
-    """Delete what ``run`` stored in a folder, so that it starts over; other files stay.
-
-    Args:
-        folder: A folder that was given to ``run`` or an experiment, or that does not exist yet. A
-            ``run.json`` that was not written by such a run stays too.
+    """Delete what ``run`` or an experiment stored in a folder, if there is one; other files stay.
 
     Raises:
         StoreError: A file cannot be deleted.
@@ -220,10 +204,7 @@ def require_same(
     reason: str,
     cure: str = _CURE,
 ) -> None:
-    """Raise an error if stored contributions are not those that are computed now.
-
-    Where they are near, the reason is rounding, else the one that is given.
-    """
+    """Raise an error if stored contributions are not those of now; where near, for rounding."""
     off = off_by(stored, computed, dtype)
     if 1 < off <= 10:
         reason = (
@@ -232,6 +213,12 @@ def require_same(
         )
     if off > 1:
         raise StoreError(f"{told}, {reason}; {cure}")
+
+
+def missing_in(contributions: Mapping[str, Tensor], names: Iterable[str]) -> list[str]:
+    """The names of which these contributions have nothing."""
+    there = set(map(name_of_question, contributions))
+    return [name for name in names if name not in there]
 
 
 def name_of_question(name: str) -> str:

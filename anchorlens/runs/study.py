@@ -6,7 +6,7 @@
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import KW_ONLY, dataclass, field, replace
 from functools import cached_property, partial
 from itertools import chain, islice
 from pathlib import Path
@@ -28,7 +28,6 @@ from ..passes.forward import Pass
 from ..passes.losses import LossOfBatch, label_cross_entropy
 from ..passes.memory import check_out_of_memory, free_memory, half_of
 from ..passes.provide import need_gradient, reads_of
-from ..printable import printable
 from ..prompts.batch import PromptBatch, check_prompts, digests
 from ..prompts.segment_names import SEGMENTS
 from ..prompts.ties import TIES, warn_of_ties
@@ -38,7 +37,6 @@ from ..results.depth import WITHOUT_PATTERN
 from ..results.population import check_resamples, warn_if_few_units
 from ..results.record import Record
 from ..results.results import Results
-from ..system.arguments import checked
 from ..system.hidden_warnings import hidden_warnings
 from ..system.processes import (
     batches_of_process,
@@ -47,7 +45,6 @@ from ..system.processes import (
     gather_from_processes,
     is_main,
     is_single_process,
-    main_first,
     require_equal_settings,
     require_whole_model,
 )
@@ -65,104 +62,51 @@ from .checks import (
     refuse_moved_hooks,
     require_questions,
 )
-from .identity import (
-    Fingerprint,
-    as_words,
-    fingerprint,
-    versions,
-    warn_of_unknown,
-)
+from .identity import Fingerprint, as_words, fingerprint, versions, warn_of_unknown
 from .passes import Passes, contributed, results_of
-from .store import CHANGED, Store, require_same
+from .store import CHANGED, Store, missing_in, require_same
 from .way import patterns_are_large, way_of
 
 R = TypeVar("R", bound=Record)
 
 
+@dataclass(eq=False, repr=False)
 class Study:
-    """A model and its prompts, for one experiment. Use it with ``with``.
+    """A model and its prompts, for one experiment: ``with Study(...).entered() as study``.
 
     It checks both before the experiment runs, divides the batches among the processes of
     accelerate, stores what each batch contributed, makes smaller batches where memory runs out, and
-    computes intervals. Inside, the model's parameters are frozen and dropout is off.
-
-    Args:
-        model: A hooked model; its attention hooks are verified at first use.
-        batches: Prompts from ``build_prompts``; batches of several calls may be joined.
-        settings: What distinguishes this experiment from others on the same model and prompts, by
-            name. Stored contributions of other settings are an error.
-        folder: Stores what each batch contributed; the same call after an interruption continues
-            from there, and after ``forget_run`` from the start.
-        believe: See ``run``.
-        resamples: Bootstrap resamples for the 95 % intervals; 0 for none.
-        progress: Show a progress bar.
-        title: The name of the progress bar; by default the names of the questions, or the setting
-            ``experiment``.
-
-    Raises:
-        AnchorlensError: The model's hooks do not act, or the prompts do not fit the model. It is
-            raised on entering, before any pass over the prompts.
-        ProcessError: Another process got other arguments, or failed.
-
-    Examples:
-        >>> from anchorlens.runs.study import Study
-        >>> with Study(model, batches, {"experiment": "entropy"}, progress=False) as study:
-        ...     passes = study.passes()
-        ...     def contributions_of(batch):
-        ...         logits = passes.clean(batch).double()
-        ...         return {"entropy": torch.special.entr(logits.softmax(-1)).sum(-1).cpu()}
-        ...     contributions = study.collect(contributions_of)
-        >>> contributions["entropy"].shape == (sum(map(len, batches)),)
-        True
+    computes intervals. ``settings`` distinguish this experiment from others on the same model and
+    prompts; one with the name ``experiment`` is the name of the bar where there are no questions.
+    The other arguments are those of ``run``.
     """
 
-    @checked
-    def __init__(
-        self,
-        model: HookedModel,
-        batches: Sequence[PromptBatch],
-        settings: Mapping[str, Any],
-        *,
-        folder: str | Path | None = None,
-        believe: Sequence[str] = (),
-        resamples: int = 200,
-        progress: bool = True,
-        title: str = "",
-    ) -> None:
-        self.model, self._given = model, batches
-        self._checked: list[PromptBatch] | None = None
-        self._has_collected, self._ties = False, dict[str, str]()
-        self._made: list[tuple[Passes, list[Any]]] = []  # passes, and what they were made of
-        self.settings = {str(name): value for name, value in settings.items()}
-        self.folder, self.believe = folder, believe
-        self.resamples, self.progress = resamples, progress
-        self.title = title
-
-    def __repr__(self) -> str:
-        """One line: the model, the number of batches, the settings and the folder."""
-        settings = ", ".join(f"{name}: {as_words(value)}" for name, value in self.settings.items())
-        # Only checked batches and models have all attributes.
-        model = getattr(getattr(self.model, "cfg", None), "model_name", type(self.model).__name__)
-        parts = f"{shorten(str(model), 50)}, {len(self._given)} batches; {shorten(settings, 90)}"
-        return printable(f"Study({parts}{'' if self.folder is None else '; with a folder'})")
-
-    def __enter__(self) -> "Study":
-        self._inside = self.entered()
-        return self._inside.__enter__()
-
-    def __exit__(self, *error: Any) -> None:
-        self._inside.close()
+    model: HookedModel
+    given: Sequence[PromptBatch]
+    settings: dict[str, Any]
+    _: KW_ONLY
+    folder: str | Path | None = None
+    believe: Sequence[str] = ()
+    resamples: int = 200
+    progress: bool = True
+    batches: list[PromptBatch] = field(init=False)  # as they are run, from entering on
+    # Passes, and what they were made of.
+    _made: list[tuple[Passes, list[Any]]] = field(init=False, default_factory=list)
+    _ties: dict[str, str] = field(init=False, default_factory=dict)
+    _has_collected: bool = field(init=False, default=False)
 
     @safe_context
     def entered(self) -> Iterator["Study"]:
-        """Do what ``with study`` does; no Ctrl-C, at whatever moment, leaves the model frozen."""
+        """Inside, the model is frozen, with dropout off; no Ctrl-C leaves it so."""
         outside, error = sys.exception(), None
         with fails_together():
             check_resamples(self.resamples)
-            self._checked = checked_batches(self.model, self._given)
+            self.batches = checked_batches(self.model, self.given)
             if self.resamples and is_main():
                 warn_if_few_units(*cases_of(self.batches))
-            self._check_same_call()
+            if not is_single_process():
+                require_whole_model(self.model)
+                require_equal_settings(self._fingerprint.facts | {"folder": str(self.folder)})
             try:
                 with frozen_in_eval_mode(self.model):
                     yield self
@@ -174,16 +118,6 @@ class Study:
             finally:
                 error = None  # otherwise its frames, and their tensors, would stay in memory
 
-    @property
-    def batches(self) -> list[PromptBatch]:
-        """The prompts as they are run, padded on the right."""
-        if self._checked is None:
-            raise PromptError(
-                "a study checks its prompts on entering; write: with Study(...) as study:"
-            )
-        return self._checked
-
-    @checked
     def passes(
         self,
         questions: Sequence[Question] = (),
@@ -195,18 +129,8 @@ class Study:
     ) -> Passes:
         """The passes over batches, after the tokens that prompts share, or over whole prompts.
 
-        Wrong arguments are an error here, before the model runs. What the model allows is found in
-        tiny passes, the first time. Where shared tokens cannot run once, ``status`` has the reason.
-
-        Args:
-            questions: What is asked.
-            hooks: Function of the batch to hooks that change the run that metrics observe.
-            loss: Function of (logits, batch) to one number a prompt, for metrics with a gradient.
-            gradient_checkpointing: See ``run``.
-            share_prefix: False runs whole prompts.
-
-        Raises:
-            AnchorlensError: As ``run``.
+        Wrong arguments, which are those of ``run``, are an error here, before the model runs. What
+        the model allows is found in tiny passes, the first time.
         """
         require_questions(questions)
         questions = [asked_of(each, self.model, self.batches) for each in questions]
@@ -215,9 +139,9 @@ class Study:
         further = [hooks_of for each in needed.values() for hooks_of in each.hooks]
         for change in further:
             check_hooks(self.model, change, self.batches)
-        for change in (*further, *(() if hooks is None else (hooks,))):
-            refuse_moved_hooks(self._given, self.batches, change)
-            check_edges_of_hooks(self.model, change, self.batches)
+        for change in further if hooks is None else [*further, hooks]:
+            refuse_moved_hooks(self.given, self.batches, change)
+            check_edges_of_hooks(change, self.batches)
         differentiates = any(each.needs_gradient for each in observed)
         of_gradient = {
             name: any(need_gradient(reads_of(metric, self.batches[0])) for metric in each.metrics)
@@ -226,13 +150,11 @@ class Study:
         if gradient_checkpointing and not (differentiates or any(of_gradient.values())):
             raise MetricError(
                 "gradient_checkpointing=True saves memory of the gradient, but none of "
-                f"{[each.name for each in questions]} needs one and the memory is the same "
-                "without; leave it out"
+                f"{[each.name for each in questions]} needs one; leave it out"
             )
         used = loss if differentiates else None
         saves = gradient_checkpointing and differentiates
-        described = Pass(self.model, self.batches[0], loss=used, gradient_checkpointing=saves)
-        described.check_gradient()
+        Pass(self.model, self.batches[0], loss=used, gradient_checkpointing=saves).check_gradient()
         self._store  # noqa: B018 - the folder of another run is an error before all else
         metrics = {
             name: self.passes(
@@ -260,16 +182,7 @@ class Study:
         return made
 
     def answers(self, passes: Passes, asked: Sequence[Question]) -> Results:
-        """The record of every question.
-
-        Args:
-            passes: Those of this study.
-            asked: The questions as they were given, by which stored contributions are recognised.
-
-        Raises:
-            RunError: A question has no result; all others are in its ``results``.
-            StoreError: As ``collect``.
-        """
+        """The record of every question; stored contributions are those of questions as asked."""
         decides = {each.name: [each.stored_as(), passes.hooks, passes.loss] for each in asked}
         with passes.way.entered():
             contributions = self._collect(passes.contributions, decides)
@@ -281,27 +194,15 @@ class Study:
 
         return results_of(passes.questions, contributions, answered, passes.reasons())
 
-    @checked
     def collect(
         self, contributions_of: Callable[[PromptBatch], dict[str, Tensor]]
     ) -> dict[str, Tensor]:
         """The contributions of all prompts in the order of their queries, whatever that of batches.
 
-        A batch that does not fit into memory is run in smaller parts, and so are the next batches.
-        Where the patterns of a prompt would take more than 2 GiB, each prompt is a batch by
-        itself. Each of several processes computes a part of the batches, and all return all
-        contributions.
-
-        Args:
-            contributions_of: Function of a batch to what each of its prompts contributes: tensors
-                [prompt, ...] by name, on the CPU.
-
-        Raises:
-            MetricError: The contributions of a batch do not have one entry for each of its prompts,
-                or are not the same in all batches.
-            StoreError: The folder holds another run, cannot be written into, or holds the
-                contributions of this study already: one with a folder collects once.
-            MemoryLimitError: A prompt alone does not fit into memory.
+        ``contributions_of`` gives what each prompt of a batch contributes: tensors [prompt, ...] by
+        name, on the CPU. A batch that does not fit into memory is run in smaller parts, and so are
+        the next batches. Each of several processes computes a part of the batches, and all return
+        all contributions. With a folder this is called once.
         """
         of_batch = partial(contributed, contributions_of)
         found = self._collect(lambda batch, names: of_batch(batch), {"": contributions_of})
@@ -327,16 +228,10 @@ class Study:
                 self._check_stored(store, fitting)
             gather_from_processes("what is stored", None)
         numbers, is_single = self._numbers(store), is_single_process()
-        collected = dict[int, dict[str, Tensor]]()
-        missing = dict.fromkeys(numbers, names)
-        if store is not None:
-            collected = {number: store.read(number) for number in numbers}
-            missing = {number: store.missing(of_batch) for number, of_batch in collected.items()}
-        done = [number for number in numbers if not missing[number]]
-        with self._bar(names, numbers, done) as bar:
-            for number in numbers:
-                if not missing[number]:
-                    continue
+        collected = {number: {} if store is None else store.read(number) for number in numbers}
+        missing = {n: missing_in(part, names) if part else names for n, part in collected.items()}
+        with self._bar(names, missing) as bar:
+            for number in filter(missing.get, numbers):
                 if not is_single and failed_elsewhere():
                     break
                 part = self._parts[number]
@@ -344,8 +239,8 @@ class Study:
                 if store is not None:
                     store = self._unless_changed(store, decides)
                     store.write(number, contributions)
-                collected[number] = collected.get(number, {}) | contributions
-        parts = [collected[number] for number in numbers if number in collected]
+                collected[number] |= contributions
+        parts = [*collected.values()]
         if not is_single:  # copies, because a view would be sent with its whole storage
             copies = [{name: values.clone() for name, values in part.items()} for part in parts]
             parts = list(chain(*gather_from_processes("contributions", copies)))
@@ -354,26 +249,18 @@ class Study:
         plain = {name for part in parts for name in part if "/" not in name}
         if unlike := plain - contributions.keys():
             raise MetricError(
-                f"the contributions {', '.join(sorted(unlike))} must be in every batch, with "
-                "the same shape but for the prompts"
+                f"contributions {', '.join(sorted(unlike))} must be in every batch, in one shape"
             )
         order = order_of_queries(self.batches)
         return {name: values[order] for name, values in contributions.items()}
 
-    @checked
     def record(
         self,
         result: Callable[[Contributions], R],
         contributions: Mapping[str, Tensor],
         info: Mapping[str, Any] | None = None,
     ) -> R:
-        """The record of all contributions, with its intervals.
-
-        Args:
-            result: Pure function from the contributions of all prompts to a record.
-            contributions: From ``collect``.
-            info: What the numbers describe, apart from the model and the prompts.
-        """
+        """What a pure function makes of the contributions of all prompts, with its intervals."""
         sets, texts = cases_of(self.batches)
         return with_intervals(
             result,
@@ -398,10 +285,8 @@ class Study:
 
     @cached_property
     def _parts(self) -> list[PromptBatch]:
-        """What is computed, stored and given to a process as one: batches, or long prompts.
-
-        Several long prompts at a time save no time, and their padding takes memory.
-        """
+        """What is computed, stored and given to a process as one: batches, or long prompts."""
+        # Several long prompts at a time save no time, and their padding takes memory.
         if not patterns_are_large(self.model, self.batches):
             return self.batches
         return [batch.prompt(number) for batch in self.batches for number in range(len(batch))]
@@ -412,11 +297,9 @@ class Study:
             return None
         computed = self._identities_of(decides)
         functions = {name: each.digest for name, each in computed.items()}
-        told = {
-            f"what {name or 'the function of each batch'} computes": functions[name]
-            for name in functions
-        }
-        require_equal_settings(told)
+        require_equal_settings(
+            {f"what {n or 'the function of each batch'} computes": functions[n] for n in functions}
+        )
         if self._store is None:
             return None
         known = {*self._fingerprint.facts, *functions}
@@ -457,7 +340,7 @@ class Study:
 
     @cached_property
     def _known(self) -> Known:
-        known = Known(**{"the model": self.model})
+        known = Known(self.model)
         known.names[id(self)] = "the study"
         return known
 
@@ -472,15 +355,10 @@ class Study:
             if self.believe:
                 raise StoreError("believe names what is stored in a folder; give one, or leave it")
             return None
-        folder, expected = self.folder, self._fingerprint.facts
-        return main_first(lambda: Store.open(folder, expected, self.believe))
-
-    def _check_same_call(self) -> None:
-        """Raise an error if the processes got different models, prompts or settings."""
-        if is_single_process():
-            return
-        require_whole_model(self.model)
-        require_equal_settings(self._fingerprint.facts | {"folder": str(self.folder)})
+        given = self.folder, self._fingerprint.facts, self.believe
+        of_main = Store.open(*given) if is_main() else None
+        gather_from_processes("what the main process does first", None)
+        return of_main or Store.open(*given)
 
     def _numbers(self, store: Store | None) -> list[int]:
         """Numbers of this process's batches; what is missing is as the main process sees it."""
@@ -489,41 +367,37 @@ class Study:
         costs = [batch.tokens.numel() for batch in self._parts]
         if store is not None and is_main():
             with hidden_warnings():  # the loop warns of a damaged file
-                missing = [store.missing(store.read(number)) for number in range(len(costs))]
-            costs = [cost if of else 0 for cost, of in zip(costs, missing, strict=True)]
+                costs = [
+                    cost if missing_in(store.read(number), store.functions) else 0
+                    for number, cost in enumerate(costs)
+                ]
         return batches_of_process(gather_from_processes("batches", costs)[0])
 
-    def _bar(self, names: Iterable[str], numbers: Iterable[int], stored: Iterable[int]) -> Bar:
+    def _bar(self, names: Iterable[str], missing: Mapping[int, Sequence[str]]) -> Bar:
         """The bar of prompts. Stored ones are done, and do not count for the remaining time."""
-        total, initial = (
-            sum(len(self._parts[number].tokens) for number in each) for each in (numbers, stored)
+        counts = {number: len(self._parts[number].tokens) for number in missing}
+        title = ", ".join(filter(None, names)) or str(self.settings.get("experiment", "batches"))
+        return Bar(
+            title=shorten(title, 40, placeholder=" …"),
+            total=sum(counts.values()),
+            initial=sum(count for number, count in counts.items() if not missing[number]),
+            disable=not (self.progress and is_main()),
+            unit=" prompts",
         )
-        quiet = not (self.progress and is_main())
-        title = self.title or ", ".join(filter(None, names))
-        title = shorten(
-            title or str(self.settings.get("experiment", "batches")), 40, placeholder=" …"
-        )
-        return Bar(title=title, total=total, initial=initial, disable=quiet, unit=" prompts")
 
     def _check_stored(self, store: Store, fitting: "PartsThatFit") -> None:
-        """Compute two stored batches again: a fingerprint does not tell what functions do.
-
-        Those are the first and the last, as what acts late is not seen in the first.
-        """
+        """Compute the first and the last stored batch again, as what acts late is in no other."""
         numbers, ends = range(len(self._parts)), dict[int, dict[str, Tensor]]()
         with hidden_warnings():  # the loop warns of a damaged file
             for order in (numbers, numbers[::-1]):
                 rows = ((number, store.read(number)) for number in order)
                 ends |= islice((each for each in rows if each[1]), 1)
         for number, stored in ends.items():
-            batch = self._parts[number]
-            names = [name for name in store.functions if name not in store.missing(stored)]
-            computed = fitting.contributions(batch, names)
-            both = {
-                name: each for name, each in stored.items() if name in computed or name[0] != "/"
-            }
+            missing = missing_in(stored, store.functions)
+            names = [name for name in store.functions if name not in missing]
+            computed = fitting.contributions(self._parts[number], names)
             require_same(
-                both,
+                {n: each for n, each in stored.items() if n in computed or n[0] != "/"},
                 computed,
                 dtype=dtype_of(self.model),
                 told=f"batch {number} gives other numbers than those stored in {store.folder}",
@@ -537,11 +411,7 @@ class Study:
 
 @dataclass
 class PartsThatFit:
-    """Computes contributions of batches in the largest parts that fit into memory.
-
-    What a prompt contributes does not depend on its batch, so that smaller parts give the same
-    contributions, up to the rounding that depends on the shape of a batch.
-    """
+    """Computes contributions of batches in the largest parts that fit into memory."""
 
     contributions_of: Callable[[PromptBatch, Sequence[str]], Mapping[str, Tensor]]
     size: int | None = None  # prompts in a part; None for whole batches
@@ -593,17 +463,14 @@ def describe_layers(model: HookedModel) -> dict[str, Any]:
 
 
 def describe_prompts(batches: Sequence[PromptBatch]) -> dict[str, Any]:
-    """The prompts to which numbers belong."""
     ids = torch.cat([batch.demonstrations_id for batch in batches])
     verbalizer = batches[0].verbalizer
     is_plain = verbalizer is None or verbalizer.has_one_word_a_class
-    several_words = {} if is_plain else {"verbalizer": repr(verbalizer)}
     names = batches[0].segment_names
-    own_segments = {} if names == SEGMENTS else {"segments": names}
     return {
         "labels": [label.strip() for label in batches[0].labels] or None,
-        **several_words,
-        **own_segments,
+        **({} if is_plain else {"verbalizer": repr(verbalizer)}),
+        **({} if names == SEGMENTS else {"segments": names}),
         "prompts": len(ids),
         "demonstration_sets": len(ids.unique()),
     }
@@ -647,9 +514,9 @@ def require_batches(batches: Sequence[PromptBatch]) -> None:
 def order_of_queries(batches: Sequence[PromptBatch]) -> Int[Tensor, " prompt"]:
     """The order that sorts the contributions of all batches by the index of their queries.
 
-    If lists of several calls are joined, an index occurs twice. Then contributions are sorted by
-    set of demonstrations, in the order in which the sets appear, then by call, then by index.
-    Another call with the same set begins where one of its indices occurs again.
+    If lists of several calls are joined, an index occurs twice. Then they are sorted by set of
+    demonstrations, as sets appear, by call, and by index. Where an index of a set occurs again,
+    another call begins.
     """
     indices = torch.cat([batch.index for batch in batches]).tolist()
     if len(set(indices)) == len(indices):

@@ -43,7 +43,7 @@ from ..passes.fused_attention import acts_when_fused, outside_attention, run_fus
 from ..passes.loss_checks import targets_of
 from ..passes.losses import LossOfBatch, WordCrossEntropy
 from ..passes.native_pass import why_hooks_need_a_bridge
-from ..passes.provide import Observation, Observer, Reader, begins_as, by_hooks, by_rows
+from ..passes.provide import Observation, Observer, begins_as, by_hooks, by_rows
 from ..passes.shortcuts import (
     bytes_stored,
     weights_of_blocks,
@@ -76,10 +76,7 @@ HOOKS_OF_USER = "there are hooks on the model, which may count on whole prompts 
 
 @dataclass(frozen=True)
 class Way:
-    """How the batches of a study run, in functions, and the reasons in words.
-
-    After shared tokens prompts form patterns of their own rows in every way.
-    """
+    """How the batches of a study run, in functions, and the reasons in words."""
 
     passes: str  # whether they are native, and otherwise the reason
     shared_prefix: str  # whether the tokens that prompts share run once, and otherwise the reason
@@ -117,20 +114,20 @@ def way_of(
     is what questions observe in the first batch: the kinds of reads are the same in all. ``beside``
     are the ways of further passes that metrics observe in this run.
     """
-    passes = _how_passes_run(model, batches, changes, observed, beside)
+    given = _Given(model, batches, changes, observed, loss)
+    passes = given.passes(beside)
     whole = Way(passes, "", {}, {}, entered=partial(of_one_run, model, passes == NATIVE))
     if patterns_are_large(model, batches):
         reason = why_patterns(model, batches, changes, loss)
         if not reason:
             lengths = shared_lengths(batches, None, least=1)
-            reasons = _why_no_fused_prefix(model, batches, changes, observed, lengths)
-            lengths = {} if (why := _first_reason(reasons)) else lengths
-            way = _without_patterns(whole, model, batches, lengths, why)
-            if _read_after(model, batches, observed, lengths):
+            why = _first_reason(given.why_no_fused_prefix(lengths))
+            way = given.without_patterns(whole, {} if why else lengths, why)
+            if given.reads_after(way.lengths):
                 return way
-            reason = _why_no_rows(model, observed)
+            reason = given.why_no_rows()
             if not reason:
-                return _by_rows(model, batches, observed, way, gradient_checkpointing)
+                return given.by_rows(way, gradient_checkpointing)
             reason += f" (no fused prefix: {why})" if why else ""
         whole = replace(whole, attention=f"whole patterns, because {reason}")
     if gradient_checkpointing:
@@ -139,39 +136,210 @@ def way_of(
     if not share_prefix:
         return replace(whole, shared_prefix="off: share_prefix=False")
     lengths = shared_lengths(batches, loss)
-    differentiates = loss is not None and any(each.needs_gradient for each in observed)
-    reasons = _why_not_shared(model, batches, lengths, changes, observed, differentiates)
-    if reason := _first_reason(reasons):
+    if reason := _first_reason(given.why_not_shared(lengths)):
         return replace(whole, shared_prefix=f"off: {reason}")
     shared = _run_once(lengths)
     return replace(whole, shared_prefix=shared, lengths=lengths, lengths_of_run=lengths)
 
 
-def _how_passes_run(
-    model: HookedModel,
-    batches: Sequence[PromptBatch],
-    changes: Sequence[HooksOfBatch],
-    observed: Sequence[Observation],
-    beside: Sequence[Way],
-) -> str:
-    """Whether passes are native; otherwise why all or some of them have hooks."""
-    shortest = _shortest(batches)
-    *further, of_run = (
-        why_hooks_need_a_bridge(model, change(shortest), (), ()) for change in changes
-    )
-    why_not = why_not_native(model) or (
-        why_no_native_images(model) if _have_images(batches) else ""
-    )
-    reasons = chain(
-        [why_not or twin_of(model).why_not_now(model), of_run],
-        (why_hooks_need_a_bridge(model, (), each.hooks, each.backward_hooks) for each in observed),
-    )
-    if reason := _first_reason(reasons):
-        return f"with hooks: {reason}"
-    if reason := _first_reason(further):
-        return f"{'' if is_of_low_precision(model) else 'native, some '}with hooks: {reason}"
-    others = [each.passes for each in beside if each.passes != NATIVE]
-    return others[0] if others and is_of_low_precision(model) else NATIVE
+@dataclass(frozen=True, eq=False)
+class _Given:
+    """What decides how batches run; see ``way_of``."""
+
+    model: HookedModel
+    batches: Sequence[PromptBatch]
+    changes: Sequence[HooksOfBatch]
+    observed: Sequence[Observation]
+    loss: LossOfBatch | None
+
+    def passes(self, beside: Sequence[Way]) -> str:
+        """Whether passes are native; otherwise why all or some of them have hooks."""
+        model, shortest = self.model, _shortest(self.batches)
+        *further, of_run = (
+            why_hooks_need_a_bridge(model, change(shortest), (), ()) for change in self.changes
+        )
+        why_not = why_not_native(model) or (
+            why_no_native_images(model) if _have_images(self.batches) else ""
+        )
+        reasons = chain(
+            [why_not or twin_of(model).why_not_now(model), of_run],
+            (
+                why_hooks_need_a_bridge(model, (), each.hooks, each.backward_hooks)
+                for each in self.observed
+            ),
+        )
+        if reason := _first_reason(reasons):
+            return f"with hooks: {reason}"
+        if reason := _first_reason(further):
+            return f"{'' if is_of_low_precision(model) else 'native, some '}with hooks: {reason}"
+        others = [each.passes for each in beside if each.passes != NATIVE]
+        return others[0] if others and is_of_low_precision(model) else NATIVE
+
+    def without_patterns(self, whole: Way, lengths: Mapping[int, int], why_whole: str) -> Way:
+        """The way in which no pattern is formed, but of the tokens after shared ones."""
+        size = bytes_in_words(bytes_of_patterns(self.model, self.batches))
+        return replace(
+            whole,
+            shared_prefix=f"off: {why_whole}" if why_whole else _run_once(lengths),
+            lengths=lengths,
+            lengths_of_run=lengths,
+            attention=f"fused: the patterns of a prompt would take {size}",
+            why_no_start="a long prefix runs from the first layer on",
+            run=partial(run_fused, run_checked),
+            logits_at=partial(run_fused, logits_at),
+            losses=partial(run_fused, losses_of),
+            prefix=partial(run_fused, run_prefix),
+        )
+
+    def by_rows(self, way: Way, is_checkpointed: bool) -> Way:
+        """The same way, but that the pass of the run has whole prompts, and gives rows of A."""
+        reading = [each for each in self.observed if each.reads]
+        if not way.lengths:
+            shared = way.shared_prefix
+        elif len(reading) == len(self.observed):
+            shared = "off: attention is fused"
+        else:
+            shared = f"{way.shared_prefix}, but whole prompts for rows of the attention"
+        attention, has_kernel = way.attention, is_on_a_gpu(self.model)
+        if has_kernel:
+            reason = why_no_kernel(self.model, reading)
+            attention += f"; rows, because {reason}" if reason else "; sums by a kernel"
+            has_kernel = not reason
+        if not is_checkpointed and (why := why_checkpointed(self.model, self.batches)):
+            attention += f"; blocks are checkpointed, because {why}"
+            is_checkpointed = True
+        return replace(
+            way,
+            shared_prefix=shared,
+            attention=attention,
+            run=partial(way.run, gradient_checkpointing=is_checkpointed),
+            read=partial(by_rows, has_kernel=has_kernel),
+            lengths_of_run={},
+        )
+
+    def why_no_fused_prefix(self, lengths: Mapping[int, int]) -> Iterator[str]:
+        """Why shared tokens cannot run with a fused attention, and queries with their patterns."""
+        yield from (each.why_whole for each in self.observed)
+        if any(after_shared(batch, lengths)[0].is_whole for batch in self.batches):
+            yield "a batch has prompts of several sets, or a target is in the demonstrations"
+        yield from self._why_not_once(lengths)
+        yield why_no_fused_prefix(self.model)
+
+    def reads_after(self, lengths: Mapping[int, int]) -> bool:
+        """Whether questions need no gradient, and no pattern of tokens before the queries."""
+        if any(each.needs_gradient for each in self.observed):
+            return False
+        batch, _ = after_shared(_shortest(self.batches).prompt(0), lengths)
+        observed = self.observed
+        if not batch.is_whole:
+            observed = [
+                Observation.of_shared(self.model, each.question, batch) for each in observed
+            ]
+        return all(
+            not each.of_rows and _act_without_patterns(self.model, each.beside) for each in observed
+        )
+
+    def why_no_rows(self) -> str:
+        """Which question needs more than rows of the attention; empty if they are enough."""
+        for of_one in self.observed:
+            own = [hook for each in of_one.beside if each.runs_user_code for hook in each.hooks]
+            # In the attention of a block that runs twice they would act twice.
+            is_able = outside_attention(self.model, own) == own and of_one.rows_are_enough
+            if not is_able or not _act_without_patterns(self.model, of_one.beside):
+                return f"{of_one.question.name} needs them"
+        return ""
+
+    def why_not_shared(self, lengths: Mapping[int, int]) -> Iterator[str]:
+        """Why shared tokens cannot run once for all prompts of a set."""
+        yield from (each.why_whole for each in self.observed)
+        if _have_images(self.batches):
+            yield IMAGES
+        if has_user_hooks(self.model):
+            yield HOOKS_OF_USER
+        if not lengths:
+            yield "no two prompts share their demonstrations, or a target is in them"
+        yield from self._why_not_once(lengths)
+        yield self._why_not_worth(lengths)
+        yield why_not_shared(self.model)
+
+    def _why_not_once(self, lengths: Mapping[int, int]) -> Iterator[str]:
+        """Why what is computed or read in shared tokens is not one for all prompts of a set."""
+        yield self._why_rotated_differently(lengths)
+        for change in self.changes:
+            yield self._why_not_in_prefix(lengths, change)
+        yield self._why_not_alike(lengths)
+
+    def _why_rotated_differently(self, lengths: Mapping[int, int]) -> str:
+        """Why some prompts cannot continue from the tokens that they share; empty if all can."""
+        if not rotates_by_length(self.model):
+            return ""
+        longest_of = map(longest_prompt, self.batches)
+        for set_id, longest in zip(only_sets(self.batches), longest_of, strict=True):
+            shared = longest if set_id is None else lengths.get(set_id, longest)
+            if not rotate_alike(self.model, shared, longest):
+                return (
+                    f"prompts share {shared} tokens, which the model rotates differently in a "
+                    f"prompt of {longest} tokens (longrope)"
+                )
+        return ""
+
+    def _why_not_in_prefix(self, lengths: Mapping[int, int], change: HooksOfBatch) -> str:
+        """Why hooks cannot act in shared tokens once for all prompts; empty if they can."""
+        if change is no_hooks:
+            return ""
+        in_prefix: dict[int | None, Sequence[Hook]] = {}
+        for batch in self.batches:
+            (after, set_id), hooks = after_shared(batch, lengths), change(batch)
+            if not all(isinstance(act, BatchHook) for _, act in hooks):
+                return "hooks of your own act on positions of whole prompts"
+            if after.is_whole:
+                continue
+            if set_id not in in_prefix:
+                in_prefix[set_id] = in_leading_tokens(hooks, after.first_query)
+            if not act_alike(hooks, in_prefix[set_id]):
+                return "hooks differ between prompts that share their demonstrations"
+        return ""
+
+    def _why_not_alike(self, lengths: Mapping[int, int]) -> str:
+        """Why what a question reads in shared tokens is not one for all; empty if it is."""
+        may_differ = [
+            each.question
+            for each in self.observed
+            if any(read.is_one_for_all for read in each.reads.values())
+        ]
+        if not may_differ:
+            return ""
+        first: dict[int | None, PromptBatch] = {}
+        # A set with a length is alone in its batches.
+        sharing = [batch for batch in self.batches if int(batch.demonstrations_id[0]) in lengths]
+        for set_id, batch in zip(only_sets(sharing), sharing, strict=True):
+            after, _ = after_shared(batch, lengths)
+            one = first.setdefault(set_id, after)
+            for question in may_differ:
+                if not begins_as(question, after, one):
+                    return (
+                        f"{question.name} differs between prompts that share their demonstrations"
+                    )
+        return ""
+
+    def _why_not_worth(self, lengths: Mapping[int, int]) -> str:
+        """Why a run would take longer with shared tokens than without; empty if it would not."""
+        # Each set needs a pass more, and with a gradient each batch a second graph. What starts on
+        # a device takes time, however small it is.
+        sizes, count = Counter[int](), 0
+        for set_id, batch in zip(only_sets(self.batches), self.batches, strict=True):
+            if set_id is not None and set_id in lengths:
+                sizes[set_id] += len(batch)
+                count += 1
+        saved = sum(lengths[set_id] * (sizes[set_id] - 1) for set_id in lengths)
+        started = len(lengths) * _STARTED_BY_A_PASS
+        if self.loss is not None and any(each.needs_gradient for each in self.observed):
+            started += count * _STARTED_BY_A_SECOND_GRAPH
+        started *= self.model.cfg.n_layers
+        work = WORK_OF_A_START["cpu" if device_of(self.model).type == "cpu" else "cuda"]
+        if weights_of_blocks(self.model) * saved >= started * work:
+            return ""
+        return "shared tokens would save less time than more passes take to start on this device"
 
 
 def _shortest(batches: Sequence[PromptBatch]) -> PromptBatch:
@@ -195,68 +363,10 @@ def bytes_of_patterns(model: HookedModel, batches: Sequence[PromptBatch]) -> int
 
 
 def patterns_are_large(model: HookedModel, batches: Sequence[PromptBatch]) -> bool:
-    """Whether the patterns of the longest prompt are too large for memory."""
     return bytes_of_patterns(model, batches) > LARGE
 
 
-def _without_patterns(
-    whole: Way,
-    model: HookedModel,
-    batches: Sequence[PromptBatch],
-    lengths: Mapping[int, int],
-    why_whole: str,
-) -> Way:
-    """The way in which no pattern is formed, but of the tokens after shared ones."""
-    size = bytes_in_words(bytes_of_patterns(model, batches))
-    return replace(
-        whole,
-        shared_prefix=f"off: {why_whole}" if why_whole else _run_once(lengths),
-        lengths=lengths,
-        lengths_of_run=lengths,
-        attention=f"fused: the patterns of a prompt would take {size}",
-        why_no_start="a long prefix runs from the first layer on",
-        run=partial(run_fused, run_checked),
-        logits_at=partial(run_fused, logits_at),
-        losses=partial(run_fused, losses_of),
-        prefix=partial(run_fused, run_prefix),
-    )
-
-
-def _by_rows(
-    model: HookedModel,
-    batches: Sequence[PromptBatch],
-    observed: Sequence[Observation],
-    way: Way,
-    is_checkpointed: bool,
-) -> Way:
-    """The same way, but that the pass of the run has whole prompts, and gives rows of A."""
-    reading = [each for each in observed if each.reads]
-    if not way.lengths:
-        shared = way.shared_prefix
-    elif len(reading) == len(observed):
-        shared = "off: attention is fused"
-    else:
-        shared = f"{way.shared_prefix}, but whole prompts for rows of the attention"
-    attention, has_kernel = way.attention, is_on_a_gpu(model)
-    if has_kernel:
-        reason = why_no_kernel(model, reading)
-        attention += f"; rows, because {reason}" if reason else "; sums by a kernel"
-        has_kernel = not reason
-    if not is_checkpointed and (why := why_checkpointed(model, batches)):
-        attention += f"; blocks are checkpointed, because {why}"
-        is_checkpointed = True
-    return replace(
-        way,
-        shared_prefix=shared,
-        attention=attention,
-        run=partial(way.run, gradient_checkpointing=is_checkpointed),
-        read=partial(by_rows, has_kernel=has_kernel),
-        lengths_of_run={},
-    )
-
-
 def is_on_a_gpu(model: HookedModel) -> bool:
-    """Whether there is a device for the kernel."""
     return device_of(model).type == "cuda"
 
 
@@ -312,50 +422,6 @@ def why_patterns(
     return why_not_fused(model)
 
 
-def _why_no_fused_prefix(
-    model: HookedModel,
-    batches: Sequence[PromptBatch],
-    changes: Sequence[HooksOfBatch],
-    observed: Sequence[Observation],
-    lengths: Mapping[int, int],
-) -> Iterator[str]:
-    """Why shared tokens cannot run with a fused attention, once for all queries of a set.
-
-    A query forms patterns in its own rows alone then, and what needs no gradient observes these.
-    """
-    yield from (each.why_whole for each in observed)
-    if any(after_shared(batch, lengths)[0].is_whole for batch in batches):
-        yield "a batch has prompts of several sets, or a target is in the demonstrations"
-    yield from _why_not_once(model, batches, changes, observed, lengths)
-    yield why_no_fused_prefix(model)
-
-
-def _read_after(
-    model: HookedModel,
-    batches: Sequence[PromptBatch],
-    observed: Sequence[Observation],
-    lengths: Mapping[int, int],
-) -> bool:
-    """Whether questions need no gradient, and no pattern of tokens before those that form them."""
-    if any(each.needs_gradient for each in observed):
-        return False
-    batch, _ = after_shared(_shortest(batches).prompt(0), lengths)
-    if not batch.is_whole:
-        observed = [Observation.of_shared(model, each.question, batch) for each in observed]
-    return all(not each.of_rows and _act_without_patterns(model, each.beside) for each in observed)
-
-
-def _why_no_rows(model: HookedModel, observed: Sequence[Observation]) -> str:
-    """Which question needs more than rows of the attention; empty if they are enough."""
-    for of_one in observed:
-        own = [hook for each in of_one.beside if each.runs_user_code for hook in each.hooks]
-        # In the attention of a block that runs twice they would act twice.
-        is_able = outside_attention(model, own) == own and of_one.rows_are_enough
-        if not is_able or not _act_without_patterns(model, of_one.beside):
-            return f"{of_one.question.name} needs them"
-    return ""
-
-
 def _act_without_patterns(model: HookedModel, observers: Sequence[Observer]) -> bool:
     """Whether what observes hook points gets the same where no pattern is formed."""
     if any(each.backward_hooks for each in observers):
@@ -363,129 +429,6 @@ def _act_without_patterns(model: HookedModel, observers: Sequence[Observer]) -> 
     read = {point for each in facts_of(model).operands if each for point in (each.query, each.key)}
     hooks = [hook for each in observers for hook in each.hooks]
     return all(outside_attention(model, [hook]) or hook[0] in read for hook in hooks)
-
-
-def _why_not_shared(
-    model: HookedModel,
-    batches: Sequence[PromptBatch],
-    lengths: Mapping[int, int],
-    changes: Sequence[HooksOfBatch],
-    observed: Sequence[Observation],
-    differentiates: bool,
-) -> Iterator[str]:
-    """Why shared tokens cannot run once for all prompts of a set."""
-    yield from (each.why_whole for each in observed)
-    if _have_images(batches):
-        yield IMAGES
-    if has_user_hooks(model):
-        yield HOOKS_OF_USER
-    if not lengths:
-        yield "no two prompts share their demonstrations, or a target is in them"
-    yield from _why_not_once(model, batches, changes, observed, lengths)
-    yield _why_not_worth(model, batches, lengths, differentiates)
-    yield why_not_shared(model)
-
-
-def _why_not_once(
-    model: HookedModel,
-    batches: Sequence[PromptBatch],
-    changes: Sequence[HooksOfBatch],
-    observed: Sequence[Observation],
-    lengths: Mapping[int, int],
-) -> Iterator[str]:
-    """Why what is computed or read in shared tokens is not one for all prompts of a set."""
-    yield _why_rotated_differently(model, batches, lengths)
-    for change in changes:
-        yield _why_not_in_prefix(batches, lengths, change)
-    may_differ = [
-        each.question
-        for each in observed
-        if any(read.is_one_for_all for read in each.reads.values())
-    ]
-    yield _why_not_alike(batches, lengths, may_differ)
-
-
-def _why_not_worth(
-    model: HookedModel,
-    batches: Sequence[PromptBatch],
-    lengths: Mapping[int, int],
-    differentiates: bool,
-) -> str:
-    """Why a run would take longer with shared tokens than without; empty if it would not.
-
-    Each set needs a pass more, and with a gradient each batch a second graph. What starts on a
-    device takes time, however small it is.
-    """
-    sizes = Counter[int]()
-    counts = Counter[int]()
-    for set_id, batch in zip(only_sets(batches), batches, strict=True):
-        if set_id is not None and set_id in lengths:
-            sizes[set_id] += len(batch)
-            counts[set_id] += 1
-    saved = sum(lengths[set_id] * (sizes[set_id] - 1) for set_id in lengths)
-    started = len(lengths) * _STARTED_BY_A_PASS
-    if differentiates:
-        started += counts.total() * _STARTED_BY_A_SECOND_GRAPH
-    started *= model.cfg.n_layers
-    device = device_of(model).type
-    work = WORK_OF_A_START["cpu" if device == "cpu" else "cuda"]
-    if weights_of_blocks(model) * saved >= started * work:
-        return ""
-    return "shared tokens would save less time than more passes take to start on this device"
-
-
-def _why_not_alike(
-    batches: Sequence[PromptBatch], lengths: Mapping[int, int], questions: Sequence[Reader]
-) -> str:
-    """Why what a question reads in shared tokens is not one for all prompts; empty if it is."""
-    if not questions:
-        return ""
-    first: dict[int | None, PromptBatch] = {}
-    # A set with a length is alone in its batches.
-    sharing = [batch for batch in batches if int(batch.demonstrations_id[0]) in lengths]
-    for set_id, batch in zip(only_sets(sharing), sharing, strict=True):
-        after, _ = after_shared(batch, lengths)
-        one = first.setdefault(set_id, after)
-        for question in questions:
-            if not begins_as(question, after, one):
-                return f"{question.name} differs between prompts that share their demonstrations"
-    return ""
-
-
-def _why_rotated_differently(
-    model: HookedModel, batches: Sequence[PromptBatch], lengths: Mapping[int, int]
-) -> str:
-    """Why some prompts cannot continue from the tokens that they share; empty if all can."""
-    if not rotates_by_length(model):
-        return ""
-    for set_id, longest in zip(only_sets(batches), map(longest_prompt, batches), strict=True):
-        shared = longest if set_id is None else lengths.get(set_id, longest)
-        if not rotate_alike(model, shared, longest):
-            return (
-                f"prompts share {shared} tokens, which the model rotates differently in a prompt "
-                f"of {longest} tokens (longrope)"
-            )
-    return ""
-
-
-def _why_not_in_prefix(
-    batches: Sequence[PromptBatch], lengths: Mapping[int, int], change: HooksOfBatch
-) -> str:
-    """Why hooks cannot act in shared tokens once for all prompts; empty if they can."""
-    if change is no_hooks:
-        return ""
-    in_prefix: dict[int | None, Sequence[Hook]] = {}
-    for batch in batches:
-        (after, set_id), hooks = after_shared(batch, lengths), change(batch)
-        if not all(isinstance(act, BatchHook) for _, act in hooks):
-            return "hooks of your own act on positions of whole prompts"
-        if after.is_whole:
-            continue
-        if set_id not in in_prefix:
-            in_prefix[set_id] = in_leading_tokens(hooks, after.first_query)
-        if not act_alike(hooks, in_prefix[set_id]):
-            return "hooks differ between prompts that share their demonstrations"
-    return ""
 
 
 def shared_lengths(

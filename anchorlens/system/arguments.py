@@ -95,10 +95,8 @@ def checked(function: Checked, described: Any = None) -> Checked:
 
 
 def _refuse_ended(error: BaseException | None) -> None:
-    """Raise an error for a function of the user whose iterator ended, with its name.
-
-    A generator that it passes through makes a RuntimeError of it, which names nothing.
-    """
+    """Raise an error for a function of the user whose iterator ended, with its name."""
+    # A generator that it passes through makes a RuntimeError of it, which names nothing.
     while isinstance(error, RuntimeError) and "raised StopIteration" in str(error):
         error = error.__cause__
     frames = traceback.extract_tb(error.__traceback__) if isinstance(error, StopIteration) else []
@@ -112,10 +110,9 @@ def _refuse_ended(error: BaseException | None) -> None:
 
 
 def _refuse_unlike(name: str, hints: Mapping[str, Any], given: Mapping[str, Any]) -> None:
-    """Raise an error for tensors, and prompts, in which an axis of one name has several lengths.
+    """Raise an error for tensors and prompts with other axes, or several lengths of one axis.
 
-    Or which have another number of axes. It is asked after a failure, so that calls that are right
-    need no time for it.
+    It is asked after a failure, so that calls that are right need no time for it.
     """
     known: dict[str, tuple[int, str]] = {}
     for argument, value in given.items():
@@ -143,10 +140,7 @@ class _Unfit(Exception):
 
 
 def fitted(what: str, value: Any, hint: Any) -> Any:
-    """A value as an annotation has it; an error that begins with ``what`` if it cannot be so.
-
-    For arguments, and for what a function of the user returns.
-    """
+    """A value as an annotation has it; an error that begins with ``what`` if it cannot be so."""
     try:
         return as_hint(value, hint)
     except _Unfit as unfit:
@@ -165,15 +159,12 @@ def _refuse_no_folder(name: str, folder: Any) -> None:
 
 
 def _refuse_unbound(name: str, function: Any, described: Any, args: Any, given: Any) -> None:
-    """Raise an error for a name that is none of a function's arguments, with the one that is meant.
+    """Raise an error for an argument that there is not, or that is missing, with its description.
 
-    It is the argument whose class has this field, or one with nearly this name, or else that whose
-    description has the word earliest. Also an error for what is missing, with its description.
+    Meant is the argument whose class has this field, or one with nearly this name, or else that
+    whose description has the word earliest.
     """
-    several = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
-    parameters = inspect.signature(function).parameters.values()
-    names = [each.name for each in parameters if each.kind not in several]
-    names = [each for each in names if each not in ("self", "cls")]
+    names = _names_of(function)
     description = inspect.cleandoc((described or function).__doc__ or "")
     entries = re.findall(r"^    (\w+): (.*(?:\n {8}.*)*)", description, re.M)
     texts = {
@@ -194,7 +185,8 @@ def _refuse_unbound(name: str, function: Any, described: Any, args: Any, given: 
         text = texts.get(meant[0], "") if meant else ""
         cure = f"write {meant[0]}={f' ({text})' * bool(text)}; it takes" if meant else "it takes"
         raise ArgumentError(f"{name} has no argument {word!r}; {cure} {', '.join(names)}")
-    left = [each for each in [*parameters][len(args) :] if each.default is each.empty]
+    parameters = [*inspect.signature(function).parameters.values()]
+    left = [each for each in parameters[len(args) :] if each.default is each.empty]
     if missing := [each.name for each in left if each.name in {*names}.difference(given)]:
         told = "; ".join(f"{each}, {texts[each]}" if each in texts else each for each in missing)
         raise TypeError(f"{name} takes {', '.join(names)}; missing is {told}")
@@ -211,14 +203,17 @@ def _in_a_field(given: Mapping[str, Any], hints: Mapping[str, Any]) -> str:
     return ""
 
 
+def _names_of(function: Callable[..., Any]) -> list[str]:
+    """The named parameters of a function."""
+    parameters = inspect.signature(function).parameters.values()
+    named = [each.name for each in parameters if "VAR_" not in each.kind.name]
+    return [name for name in named if name not in ("self", "cls")]
+
+
 @cache
 def _hints_of(function: Callable[..., Any]) -> dict[str, Any]:
-    """The annotations of the named parameters of a function."""
-    several = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
-    parameters = inspect.signature(function).parameters.values()
-    names = {parameter.name for parameter in parameters if parameter.kind not in several}
-    hints = get_type_hints(function)
-    return {name: hint for name, hint in hints.items() if name in names - {"self", "cls"}}
+    names = _names_of(function)
+    return {name: hint for name, hint in get_type_hints(function).items() if name in names}
 
 
 @cache
@@ -453,7 +448,6 @@ def _has_axes(value: Any, hint: Any) -> bool:
 
 
 def is_array(hint: Any) -> bool:
-    """Whether an annotation is a tensor with axes."""
     return hasattr(hint, "array_type") or getattr(hint, "__name__", "") == "Tensor"
 
 
@@ -475,13 +469,8 @@ def check_counts(error: type[AnchorlensError], least: int = 1, /, **counts: int 
 def called(what: str, function: Callable[..., Any], given: str, *args: Any) -> Any:
     """What a function of the user returns; an error if it cannot be called with ``args``.
 
-    An error that comes from inside the function is the user's own.
-
-    Args:
-        what: The name of the argument, for the error.
-        function: The function.
-        given: The names of what it is given, for the error.
-        args: What it is given.
+    An error that comes from inside the function is the user's own. ``what`` and ``given`` are the
+    names of the argument and of what it is given, for our error.
     """
     try:
         return function(*args)
@@ -501,11 +490,9 @@ def called(what: str, function: Callable[..., Any], given: str, *args: Any) -> A
 
 
 def has_methods(value: object, *names: str) -> bool:
-    """Whether all of these attributes exist and can be called.
-
-    ``isinstance`` with a protocol evaluates properties of the object until Python 3.11, and
-    overlooks attributes that come from ``__getattr__`` from 3.12 on.
-    """
+    """Whether all of these attributes exist and can be called."""
+    # ``isinstance`` with a protocol evaluates properties of the object until Python 3.11, and
+    # overlooks attributes that come from ``__getattr__`` from 3.12 on.
     return all(callable(getattr(value, name, None)) for name in names)
 
 

@@ -1,10 +1,9 @@
 """Checksums of all bytes of a tensor, computed on its device and equal on all devices.
 
-The bytes are read as words of 32 bits. Each row of 4,096 words gives one number: the sum of its
-words times fixed random odd weights of 64 bits, modulo 2^64. Two rows that differ in one word
-always give different numbers. Two rows that differ in several words give the same number with a
-probability of 2^-32 at most, over the draw of the weights. Integer sums are exact in any order, so
-that a GPU and a CPU agree. The numbers are in the order of the rows.
+Each row of 4,096 words of 32 bits gives one number: the sum of its words times fixed random odd
+weights of 64 bits, modulo 2^64. Two rows that differ in one word always give different numbers;
+two that differ in several the same with a probability of 2^-32 at most, over the draw of the
+weights. Integer sums are exact in any order, so that a GPU and a CPU agree.
 """
 
 import hashlib
@@ -23,10 +22,7 @@ _WEIGHTS = np.frombuffer(hashlib.shake_256(b"anchorlens").digest(8 * ROW_WIDTH),
 
 
 def digest_of(named: Iterator[tuple[str, Tensor]]) -> str:
-    """A digest of the names, types, shapes and all bytes of tensors.
-
-    Tensors on the meta device have no bytes: only their names, types and shapes are used.
-    """
+    """A digest of the names, types, shapes and all bytes (on the meta device none) of tensors."""
     digest = hashlib.sha256()
     for name, tensor in named:
         digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}\n".encode())

@@ -45,10 +45,7 @@ def wide(values: Tensor) -> Tensor:
 
 
 def sent(values: Tensor, device: Device) -> Tensor:
-    """The values on a device. Python does not wait until an accelerator has them.
-
-    For the CPU it waits, because the numbers could be read before they have arrived.
-    """
+    """The values on a device. Python waits for a CPU alone, which could read them too early."""
     return values.to(device, non_blocking=torch.device(device).type != "cpu")
 
 

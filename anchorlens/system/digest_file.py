@@ -68,8 +68,7 @@ def _json(header: Mapping[str, Any]) -> str:
     except (TypeError, ValueError, RecursionError) as error:
         raise StoreError(
             f"json cannot store what is to be saved with the tensors: {error}; use strings, "
-            "numbers, lists, and dicts whose keys are strings (a list for a set, .tolist() for a "
-            "tensor)"
+            "numbers, lists (a list for a set or tensor), and dicts whose keys are strings"
         ) from error
 
 

@@ -68,9 +68,8 @@ def remove_temporary_files(folder: Path) -> None:
 def kind_of(path: str | Path, error: type[AnchorlensError] = StoreError) -> str:
     """What is at a path: "folder", "file", "device" (also a pipe), or "" where nothing is.
 
-    All questions about a user's path are asked here: those of ``Path`` raise an OSError, or say
-    that nothing is there, where the system refuses to look (a name that is too long, a folder that
-    this user may not enter). Here that is our error.
+    Use it for any path of a user: where the system refuses to look (a name that is too long), the
+    methods of ``Path`` raise an OSError, or say that nothing is there. Here that is our error.
     """
     try:
         mode = os.stat(path).st_mode
@@ -121,10 +120,8 @@ def parsed(
 ) -> T:
     """What ``parse`` makes of the bytes of a file, or an error that says what the file should be.
 
-    A parser raises more than its own class of errors for bytes that nobody would write: a
-    RecursionError for many brackets, a ValueError for a number of 5,000 digits, or a TypeError for
-    a list in place of a text. So each error of it counts, and it should be a parser alone: an error
-    of our own code is none of the file.
+    Each error of it counts, as a parser raises more than its own class (a RecursionError for many
+    brackets). So it should be a parser alone: an error of our own code is none of the file.
     """
     try:
         return parse(data)

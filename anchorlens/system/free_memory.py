@@ -1,8 +1,4 @@
-"""The memory of a device that is free now.
-
-On a CPU no exception comes when memory runs out: the system ends the process. So it must be known
-before.
-"""
+"""The memory of a device that is free now: on a CPU, the system ends a process that takes more."""
 
 import os
 from collections import Counter
@@ -22,11 +18,7 @@ _LIMITS = {
 
 
 def free_bytes(device: torch.device) -> int:
-    """The bytes of a device that this process can use now.
-
-    On a CPU they are divided among the processes that were launched on this machine, because each
-    of them runs prompts of its own.
-    """
+    """The bytes of a device that this process can use now; of a CPU its part, if several run."""
     if device.type in ("cuda", "xpu"):
         module = torch.get_device_module(device)
         free, _ = module.mem_get_info(device)

@@ -86,12 +86,7 @@ def homes_of(package: str) -> dict[str, ModuleType]:
 
 
 def installed_version(package: str) -> str:
-    """The version of a package; "unknown" for a checkout on the path that was not installed.
-
-    Examples:
-        >>> installed_version("no-such-package")
-        'unknown'
-    """
+    """The version of a package; "unknown" for a checkout on the path that was not installed."""
     try:
         return version(package)
     except PackageNotFoundError:

@@ -9,7 +9,7 @@ seconds, a process knows whether it is one of several.
 import atexit
 import os
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
@@ -45,15 +45,9 @@ def process_state() -> Any:
     return module.PartialState() if made else None
 
 
-def process_count() -> int:
-    """How many processes share a run."""
-    state = process_state()
-    return 1 if state is None else int(state.num_processes)
-
-
 def is_single_process() -> bool:
-    """Whether this process runs alone."""
-    return process_count() == 1
+    state = process_state()
+    return state is None or state.num_processes == 1
 
 
 def is_main() -> bool:
@@ -82,10 +76,7 @@ def batches_of_process(costs: Sequence[int]) -> list[int]:
 
 
 def gather_from_processes(what: str, value: T) -> list[T]:
-    """The values of all processes, returned on every process; ``[value]`` if there is only one.
-
-    ``what`` names the exchange, by which processes at different calls are recognised.
-    """
+    """The values of all processes, on every process; ``what`` tells whether all are at one call."""
     return [value] if is_single_process() else _exchange(what, value)
 
 
@@ -150,13 +141,6 @@ def require_whole_model(model: Any) -> None:
         )
 
 
-def main_first(make: Callable[[], T]) -> T:
-    """Call ``make`` in the main process first and then in the others, for example to open files."""
-    made = [make()] if is_main() else []
-    gather_from_processes("what the main process does first", None)
-    return made[0] if made else make()
-
-
 def join_launched() -> None:
     """Make the accelerate state of a process that `accelerate launch` or `torchrun` started."""
     if not was_launched():
@@ -180,8 +164,7 @@ def join_launched() -> None:
     if state.num_processes == 1 and "MASTER_ADDR" in os.environ and "LOCAL_RANK" not in os.environ:
         warn_user(
             "accelerate launch was asked for several processes and started one, as it does on a "
-            "CPU or a single GPU; add --multi_gpu, which starts all of them on any machine, or use "
-            "torchrun --nproc-per-node"
+            "CPU or a single GPU; add --multi_gpu, or use torchrun --nproc-per-node"
         )
 
 
@@ -237,7 +220,7 @@ def _connection_of(world: Any) -> _Connection:
 
 def _exchange(what: str, value: T, error: Exception | None = None) -> list[T]:
     failure = None if error is None else f"{type(error).__name__}: {error}"
-    count = process_count()
+    count = process_state().num_processes
     with _lost_connection_reported():
         answers = _connection().gather((what, value, failure), count)
     for number, (_, _, reason) in enumerate(answers):

@@ -22,9 +22,6 @@ class SafeContext(IOBase, Generic[T]):
 
     The ``__exit__`` of ``IOBase`` calls ``close``, here that of a generator. All of this is written
     in C, so that the next moment at which an interrupt can come is inside the generator.
-
-    To put things back at the next call instead would be simpler, but until then hooks would act in
-    passes of the user's own, which would give other numbers without a word.
     """
 
     def __init__(self, steps: Iterator[T]) -> None:
@@ -77,9 +74,9 @@ def put_back(
 ) -> Iterator[None]:
     """Call ``restore`` at the end, and again where an interrupt ended that call.
 
-    One call is enough if no interrupt comes; two interrupts while it is put back are survived,
-    wherever they come. It is also called where nothing or only a part was changed, and where it was
-    put back already. Enter this before the first change, or give ``change``, which makes it.
+    Two interrupts while it is put back are survived, wherever they come. It is also called where
+    nothing or only a part was changed, or put back already. Enter this before the first change, or
+    give ``change``, which makes it.
     """
     is_done = False
     try:

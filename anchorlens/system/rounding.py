@@ -10,8 +10,8 @@ _WIDE = {torch.float64: 1e-12, torch.float32: 1e-5}  # shares of the size of a n
 def rounding_of(dtype: torch.dtype) -> float:
     """The share of its size by which a number from passes in this type may be off.
 
-    A hundred roundings in float32, some thousand in float64, and in narrower types a single one,
-    as numbers that differ by more are to be told apart there too. 0 in a type of whole numbers.
+    A hundred roundings in float32, some thousand in float64, and in narrower types a single one, as
+    numbers that differ by more are to be told apart there too.
     """
     if not dtype.is_floating_point:
         return 0.0
@@ -31,9 +31,7 @@ def ranks(
 ) -> Float[Tensor, "*axes number"]:
     """Ranks along the last axis minus their mean; of equal numbers each has their mean rank.
 
-    Args:
-        values: What is ranked.
-        margin: By how much equal numbers differ: a number, or of the shape [*axes, 1, 1].
+    Equal numbers differ by at most ``margin``: a number, or of the shape [*axes, 1, 1].
     """
     return compared(values[..., :, None], values[..., None, :], margin).sum(-1).double() / 2
 

@@ -26,29 +26,17 @@ _NEAR = 1.5  # an estimate within this factor of what was said is not said again
 
 @dataclass(eq=False)
 class Step:
-    """A step, with those inside it.
-
-    Attributes:
-        name: What it does.
-        cost: What it takes, in any unit that its neighbours have too.
-        outer: The step around it.
-        inner: The steps in it, in order.
-        bar: The last bar in it.
-        began: When it began; None before.
-        before_bars: Seconds of it before the first bar of all.
-        seconds: How long it took; None before its end.
-        told: The seconds of all of it that were said last; None before.
-    """
+    """A step, with those inside it."""
 
     name: str
-    cost: int | float
-    outer: Optional["Step"] = None
-    inner: list["Step"] = field(default_factory=list)
-    bar: "Bar | None" = None
-    began: float | None = None
-    before_bars: float = 0.0
-    seconds: float | None = None
-    told: float | None = None
+    cost: int | float  # in any unit that its neighbours have too
+    outer: Optional["Step"] = None  # the step around it
+    inner: list["Step"] = field(default_factory=list)  # in order
+    bar: "Bar | None" = None  # the last bar in it
+    began: float | None = None  # when it began
+    before_bars: float = 0.0  # seconds of it before the first bar of all
+    seconds: float | None = None  # how long it took, from its end on
+    told: float | None = None  # the seconds of all of it that were said last
 
     @property
     def elapsed(self) -> float:
@@ -99,7 +87,6 @@ class Step:
         return seconds / cost if cost else None
 
     def path(self) -> list["Step"]:
-        """From the outermost step to this one."""
         return [*(self.outer.path() if self.outer else ()), self]
 
     def title(self) -> str:
@@ -181,17 +168,16 @@ class Bar(tqdm):
         share, rest = whole.elapsed / (seconds or 1), self.format_interval(left)
         self.set_postfix_str(f"all: {100 * share:.0f}%, {rest} left", refresh=False)
         told = whole.told
-        is_news = seconds > _SHORT_TIME if told is None else _ratio(seconds, told) > _NEAR
+        if told is None:
+            is_news = seconds > _SHORT_TIME
+        else:
+            is_news = max(seconds, told) > _NEAR * min(seconds, told)
         if is_news and not self.is_updated:
             known = "the first step tells" if told is None else "this step tells"
             words = f"everything takes {time_in_words(seconds)}, as far as {known}"
             self.write(words, file=sys.stderr)
             whole.told = seconds
         self.is_updated = True
-
-
-def _ratio(one: float, other: float) -> float:
-    return max(one, other) / min(one, other)
 
 
 def time_in_words(seconds: int | float) -> str:

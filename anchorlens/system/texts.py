@@ -3,6 +3,8 @@
 import reprlib
 from collections.abc import Callable, Mapping
 
+from ..printable import printable
+
 
 class KeepsRepr:
     """A class whose subclasses inherit its ``__repr__``, also those that are dataclasses."""
@@ -33,9 +35,12 @@ _OF_NAMES = reprlib.Repr()
 _OF_NAMES.maxlist = 4
 
 
-def options_in_short(given: object) -> str:
-    """The fields of an object as it prints them: functions by their names, tensors by shape."""
-    return ", ".join(f"{name}={_in_short(value)}" for name, value in vars(given).items())
+class InOneLine(KeepsRepr):
+    """What prints its options in one line: functions by their names, tensors by their shapes."""
+
+    def __repr__(self) -> str:
+        options = ", ".join(f"{name}={_in_short(value)}" for name, value in vars(self).items())
+        return printable(f"{type(self).__name__}({options})")
 
 
 def _in_short(option: object) -> str:

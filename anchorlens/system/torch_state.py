@@ -17,8 +17,7 @@ from .put_back import as_found, put_back, safe_context
 def torch_modes() -> Callable[[], None]:
     """A function that puts back what torch does at each operation now.
 
-    That is whether it records gradients, which function modes see the operation, and which hooks
-    see the tensors that are stored for a gradient.
+    That is gradients, function modes, and hooks on the tensors that are stored for a gradient.
     """
     records = torch.is_grad_enabled()
     hooks_now = partial(torch._C._autograd._top_saved_tensors_default_hooks, True)  # or None

@@ -12,7 +12,7 @@ from ..printable import printable
 _PACKAGE_NAME = __name__.partition(".")[0]
 
 
-def warn_user(message: str, category: type[Warning] = UserWarning) -> None:
+def warn_user(message: str) -> None:
     """Warn at the line that called the package."""
     frame, depth, level = inspect.currentframe(), 0, 1
     while frame is not None:
@@ -22,7 +22,7 @@ def warn_user(message: str, category: type[Warning] = UserWarning) -> None:
         if module == _PACKAGE_NAME or (module == "contextlib" and depth == level):
             level = depth + 1  # the caller of the outermost function of the package so far
         frame = frame.f_back
-    warnings.warn(printable(message), category, stacklevel=level)
+    warnings.warn(printable(message), stacklevel=level)
 
 
 class _Printable(logging.Filter):
@@ -40,7 +40,6 @@ _printable = _Printable()
 
 
 def log_of(name: str) -> logging.Logger:
-    """The log of a file of the package."""
     log = logging.getLogger(name)
     log.addFilter(_printable)
     return log

@@ -13,9 +13,8 @@ from sklearn.metrics import roc_auc_score
 from torch import Tensor
 
 import anchorlens as al
-from anchorlens.metrics.auc import auc, aucroc
-from anchorlens.metrics.aucroc import cumulative_excess
-from anchorlens.metrics.predictions import predicted_class
+from anchorlens.metrics.accuracy import predicted_class
+from anchorlens.metrics.aucroc import auc, aucroc, cumulative_excess
 from anchorlens.results.bootstrap import with_intervals
 from tests.support.tiny_models import questions, tiny_gpt2
 

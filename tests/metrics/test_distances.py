@@ -13,8 +13,7 @@ from sklearn.metrics import roc_auc_score
 from torch import Tensor
 
 import anchorlens as al
-from anchorlens.metrics.distances import key_distances, pair_auc, rank_correlation
-from anchorlens.metrics.plots import confusions
+from anchorlens.metrics.distances import confusions, key_distances, pair_auc, rank_correlation
 from tests.support.tiny_models import tiny_gpt2
 
 

@@ -93,9 +93,13 @@ MISTAKES: list[tuple[Any, type[Exception], str]] = [
     (
         at("pattern", al.edges.query),
         MetricError,
-        r"queries of mine are \d+ to \d+ positions of a prompt; .* read them as a block \(al\.re",
+        r"queries of mine must be as many .*; got \d+ to \d+; read a block \(al\.re",
     ),
-    (at("pattern", TARGET, al.edges.query), MetricError, r"^keys of mine are \d+ to \d+ positions"),
+    (
+        at("pattern", TARGET, al.edges.query),
+        MetricError,
+        r"^keys of mine must be as many positions",
+    ),
     (
         at("pattern", lambda batch: batch.tokens),
         MetricError,
@@ -139,9 +143,9 @@ def test_a_wrong_metric_raises_an_error_before_any_pass(
 
 def test_hooks_on_gradients_need_a_gradient(gpt2: Any) -> None:
     metric = hooked(backward=[(PATTERN, observe_nothing)])
-    message = "mine needs a gradient, and the passes here have none"
+    message = "mine needs a gradient, and passes here have none"
     study = Study(gpt2, questions(gpt2, 2), {}, progress=False)
-    with pytest.raises(MetricError, match=message), does_not_run(gpt2), study:
+    with pytest.raises(MetricError, match=message), does_not_run(gpt2), study.entered():
         study.passes([metric], loss=None)
 
 

@@ -264,7 +264,7 @@ def test_reads_are_those_of_whole_prompts(
         by_hand = [ByHand.of(model, batch) for batch in batches]
 
         def check(shared: bool | None, fused: bool, **options: Any) -> None:
-            with Study(model, batches, {}, progress=False, resamples=0) as study:
+            with Study(model, batches, {}, progress=False, resamples=0).entered() as study:
                 passes = study.passes(metrics, **options)
                 assert passes.way.attention.startswith("fused: ") == fused
                 assert shared is None or ("run once for all" in passes.status) == shared
@@ -322,7 +322,7 @@ def test_a_metric_sees_the_clean_logits_of_a_changed_run_and_copies_for_itself(g
         return al.isolate_labels(gpt2, batch, [0, 1])
 
     metrics = [Logits(lambda batch: At("pattern", al.edges.target), name) for name in "ab"]
-    with Study(gpt2, [batch], {}, progress=False, resamples=0) as study:
+    with Study(gpt2, [batch], {}, progress=False, resamples=0).entered() as study:
         passes = study.passes(metrics, hooks=isolated, share_prefix=False)
         found = passes.contributions(batch)
     for name, hooks in (("clean", None), ("changed", isolated)):

@@ -30,7 +30,7 @@ RUNS: list[tuple[Any, int, bool]] = [("left", 4, True), ("right", 3, True), ("le
 
 def scores_of(model: Any, batches: list[al.PromptBatch], metric: Any, **options: Any) -> Any:
     """The scores of all prompts, in the order of their queries."""
-    with Study(model, batches, {}, **QUIET) as study:
+    with Study(model, batches, {}, **QUIET).entered() as study:
         passes = study.passes([metric], **options)
         collected = study.collect(passes.contributions)
     start = f"{metric.name}/"

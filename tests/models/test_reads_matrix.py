@@ -50,7 +50,7 @@ class EverySite(al.Metric):
 
 
 def read(model: Any, batch: al.PromptBatch, **options: Any) -> dict[str, torch.Tensor]:
-    with Study(model, [batch], {}, resamples=0, progress=False) as study:
+    with Study(model, [batch], {}, resamples=0, progress=False).entered() as study:
         found = study.passes([EverySite(model)], **options).contributions(batch, ["every_site"])
     return {name.partition("/")[2]: values for name, values in found.items()}
 

@@ -490,7 +490,7 @@ def test_what_decides_nothing_does_not_change_the_identity(source: str) -> None:
 @pytest.mark.parametrize("source", BELIEVED)
 def test_what_is_usual_is_believed(source: str) -> None:
     model = SimpleNamespace(cfg=SimpleNamespace(n_layers=2))
-    first, second = (identity_of(value_of(source), Known(**{"the model": model})) for _ in range(2))
+    first, second = (identity_of(value_of(source), Known(model)) for _ in range(2))
     assert first == second
     assert first.unknown == ()
 
@@ -560,7 +560,7 @@ def test_every_process_gives_the_same_identity(capsys: Any) -> None:
 def test_what_hooks_and_metrics_read_of_a_model_is_believed(gpt2: Any) -> None:
     def identity_here(code: str) -> Any:
         value = value_of(f"value = lambda x, hook: x * {code}", model=gpt2)
-        return identity_of(value, Known(**{"the model": gpt2}))
+        return identity_of(value, Known(gpt2))
 
     code = "hook.layer() if hook.name else x * model.cfg.n_layers"
     assert identity_here(code).unknown == ()

@@ -10,7 +10,7 @@ import torch
 from jaxtyping import Float
 
 import anchorlens as al
-from anchorlens.errors import HookError, MetricError, PromptError, StoreError
+from anchorlens.errors import HookError, MetricError, StoreError
 from anchorlens.models.model_state import frozen_in_eval_mode
 from anchorlens.passes.forward import run_pass, run_prefix
 from anchorlens.passes.provide import Observation
@@ -107,7 +107,7 @@ def test_user_hooks_in_passes_run_whole_prompts(gpt2: Any) -> None:
         moved = batch.label_positions - batch.index[:, None] % 3
         return al.isolate_labels(gpt2, replace(batch, label_positions=moved), range(2))
 
-    with Study(gpt2, batches, {}, **QUIET) as study:
+    with Study(gpt2, batches, {}, **QUIET).entered() as study:
         passes = study.passes()
         assert "run once for all" in passes.status
         for change in (hooks, differing):
@@ -139,20 +139,17 @@ def test_the_metric_equals_the_entropy_of_the_pattern(gpt2: Any) -> None:
 def test_mistakes_in_an_experiment_are_errors(gpt2: Any) -> None:
     """Contributions are compared as those of metrics are, in test_mixes.py."""
     batches = questions(gpt2, 4, batch_size=2)
-    study = Study(gpt2, batches, {}, **QUIET)
-    with pytest.raises(PromptError, match=r"write: with Study\(\.\.\.\) as study"):
-        study.passes()
     widths = iter((2, 3))
     of_batches: list[tuple[Any, str]] = [
         (lambda batch: {"x": torch.zeros(3)}, "contribution 'x' .* one entry a prompt, 2; got"),
         (
             lambda batch: {"x": torch.zeros(len(batch), next(widths))},
-            "the contributions x must be in every batch",
+            "contributions x must be in every batch, in one shape",
         ),
     ]
     for of_batch, message in of_batches:
         study = Study(gpt2, batches, {}, **QUIET)
-        with study, pytest.raises(MetricError, match=message):
+        with study.entered(), pytest.raises(MetricError, match=message):
             study.collect(of_batch)
 
 
@@ -189,7 +186,7 @@ def test_gradients_after_shared_tokens_equal_those_of_whole_prompts(gpt2: Any, p
 def test_settings_cannot_have_names_of_the_fingerprint(gpt2: Any, tmp_path: Any, name: str) -> None:
     """They would replace entries of the fingerprint, such as the digest of the prompts."""
     study = Study(gpt2, questions(gpt2, 4), {name: "trec"}, folder=tmp_path, **QUIET)
-    with study, pytest.raises(StoreError, match=f"settings cannot be named {name}"):
+    with study.entered(), pytest.raises(StoreError, match=f"settings cannot be named {name}"):
         study.passes()
     assert not list(tmp_path.iterdir())
 
@@ -203,7 +200,7 @@ def test_an_experiment_of_the_user_whose_code_changed_is_refused(gpt2: Any, tmp_
             scale = factor if int(batch.index.min()) >= 1 else 1.0
             return {"x": scale * run_pass(gpt2, batch).amax(1).cpu()}
 
-        with Study(gpt2, batches, {"experiment": "x"}, folder=tmp_path, **QUIET) as study:
+        with Study(gpt2, batches, {"experiment": "x"}, folder=tmp_path, **QUIET).entered() as study:
             return study.collect(of_batch)["x"]
 
     first = collected(1.0)
@@ -213,7 +210,9 @@ def test_an_experiment_of_the_user_whose_code_changed_is_refused(gpt2: Any, tmp_
 
 
 def test_a_folder_holds_one_collection(gpt2: Any, tmp_path: Any) -> None:
-    with Study(gpt2, questions(gpt2, 4, batch_size=2), {}, folder=tmp_path, **QUIET) as study:
+    with Study(
+        gpt2, questions(gpt2, 4, batch_size=2), {}, folder=tmp_path, **QUIET
+    ).entered() as study:
         study.collect(lambda batch: {"x": torch.zeros(len(batch))})
         with pytest.raises(StoreError, match="has collected already"):
             study.collect(lambda batch: {"x": torch.zeros(len(batch))})
@@ -230,7 +229,7 @@ def test_prompts_with_different_numbers_of_label_words_share_nothing(gpt2: Any) 
         )
         for positions, classes in (([2, 4, 6], [0, 1, 0]), ([4, 6], [1, 0]))
     ]
-    with Study(gpt2, batches, {}, **QUIET) as study:
+    with Study(gpt2, batches, {}, **QUIET).entered() as study:
         passes = study.passes()
         for batch in batches:
             assert difference(passes.logits(batch), whole_logits(gpt2, batch, [])) < 1e-5
@@ -251,7 +250,7 @@ def test_a_function_without_weak_references_can_change_a_run(gpt2: Any) -> None:
             return al.isolate_labels(gpt2, batch, self.layer)
 
     (batch,) = questions(gpt2, 4)
-    with Study(gpt2, [batch], {}, **QUIET) as study:
+    with Study(gpt2, [batch], {}, **QUIET).entered() as study:
         passes = study.passes([Changed([Cut(0)])])
         assert "run once for all" in passes.status
         expected = whole_logits(gpt2, batch, Cut(0)(batch))
