@@ -12,8 +12,7 @@ from torch import Tensor
 from ..errors import MetricError
 from ..prompts import edges
 from ..prompts.batch import PromptBatch
-from ..prompts.positions import NamedSegments, SegmentsOfBatch, check_segments
-from ..prompts.positions import checked_positions
+from ..prompts.positions import NamedSegments, SegmentsOfBatch, check_segments, checked_positions
 from ..results import figures
 from ..results.contributions import Contributions
 from ..results.figure_parts import with_ends
