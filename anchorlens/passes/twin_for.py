@@ -25,8 +25,7 @@ from ..models.twin import Twin, twin_of
 from ..prompts.batch import PromptBatch
 from ..system.devices import wide
 from .comparison import Shown, reason_of, tolerance, why_unlike
-from .native_pass import Inside, why_hooks_need_a_bridge
-from .running import leaf_hook, running
+from .running import Inside, leaf_hook, running, why_hooks_need_a_bridge
 
 
 def of_one_run(model: HookedModel, is_native: bool) -> AbstractContextManager[None]:

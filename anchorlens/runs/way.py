@@ -42,8 +42,8 @@ from ..passes.forward import logits_at, losses_of, run_checked, run_prefix
 from ..passes.fused_attention import acts_when_fused, outside_attention, run_fused
 from ..passes.loss_checks import targets_of
 from ..passes.losses import LossOfBatch, WordCrossEntropy
-from ..passes.native_pass import why_hooks_need_a_bridge
 from ..passes.provide import Observation, Observer, Reader, begins_as, by_hooks, by_rows
+from ..passes.running import why_hooks_need_a_bridge
 from ..passes.shortcuts import (
     bytes_stored,
     weights_of_blocks,
