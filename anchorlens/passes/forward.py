@@ -39,9 +39,6 @@ from .losses import LossOfBatch, WordCrossEntropy, columns_of
 from .running import UNEMBED, Inside, leaf_hook, running
 from .twin_for import twin_for
 
-CHANGES, OBSERVERS = "hooks that change the run", "hooks that observe"
-ON_GRADIENTS = "hooks on gradients"
-
 
 @dataclass(frozen=True, eq=False)
 class Pass:
@@ -106,18 +103,49 @@ class Pass:
             )
         if has_sinks(self.model):  # there folding changes the logits too
             refuse_folded_value_biases(self.model)
-        if self.gradient_checkpointing and isinstance(self.loss, WordCrossEntropy):
-            raise MetricError(
-                "a loss of texts after the prompts needs the keys and values of one pass, which "
-                "gradient_checkpointing=True does not store; leave it out, or take another loss"
-            )
         if isinstance(self.loss, WordCrossEntropy):
+            if self.gradient_checkpointing:
+                raise MetricError(
+                    "a loss of texts after the prompts needs the keys and values of one pass, "
+                    "which gradient_checkpointing=True does not store; leave it out, or take "
+                    "another loss"
+                )
             refuse_media_tokens(self.model, self.batch)
             continuations_of(self.loss, self.batch, self.model)
 
     def run(self) -> tuple[Float[Tensor, "batch vocab"], Float[Tensor, " batch"] | None]:
         """Logits at the targets in float32 or wider, and the losses, if the pass has a loss."""
-        logits, losses, are_finite = _run(self)
+        model, batch, loss = self.model, self.batch, self.loss
+        # An inference_mode of the caller would make tensors that autograd rejects.
+        with torch.inference_mode(False):
+            needed = batch.target_positions[:, None] - batch.first_query
+            if hasattr(loss, "positions"):  # those of the loss, then that of the target
+                needed = torch.cat([targets_of(loss, batch) - batch.first_query, needed], dim=1)
+        leaves = [*self.into]  # what the loss is differentiated by
+        first = [leaf_hook(leaves)] if self.differentiates and not leaves else []
+        hooks = (*self.hooks, *self.observers, *self.backward_hooks)
+        last = [rows_hook(model, needed)] if _are_in_blocks(hooks) else []
+        acting, copies = Acting(self, first, last), list[Tensor]()
+        with (
+            torch.inference_mode(False),
+            torch.set_grad_enabled(self.differentiates),
+            acting.inside,
+        ):
+            continues = isinstance(loss, WordCrossEntropy)
+            given = copies if self.graph is not None else None
+            outputs, cache = acting.outputs(stores=continues, copies=given)
+            leaves += copies
+            rows = wide(outputs if last else _at_rows(outputs, needed))
+            logits, losses = rows[:, -1], None
+            if loss is not None:
+                if continues:
+                    acting.inside.close()  # the hooks are for the rows of the prompts
+                losses = _losses(self, rows, cache)
+            # Read at once, because Python waits for a GPU at each.
+            numbers = [logits] if losses is None else [logits, losses.to(logits.device)]
+            are_finite = torch.stack([_is_finite(each.detach()) for each in numbers]).tolist()
+            if losses is not None and self.differentiates and all(are_finite):
+                _differentiate(self, losses, leaves, copies)
         if not are_finite[0]:
             raise _not_finite(self, "at the target position")
         if not all(are_finite):
@@ -125,7 +153,8 @@ class Pass:
                 "the loss is not finite (NaN or infinite) for some prompts, though their logits "
                 "are; gradients of it say nothing"
             )
-        return logits, losses
+        acting.check()
+        return logits.detach(), losses
 
 
 def run_pass(
@@ -157,22 +186,11 @@ def losses_of(
     batch: PromptBatch,
     loss: LossOfBatch,
     *,
-    hooks: Sequence[Hook] = (),
     into: Sequence[Tensor] = (),
-    start: Start | None = None,
-    attend: Attend | None = None,
+    **options: Any,
 ) -> Float[Tensor, " batch"]:
     """The loss of each prompt, and the gradient of their sum for the tensors ``into``, if any."""
-    described = Pass(
-        model,
-        batch,
-        hooks,
-        loss=loss,
-        into=into,
-        runs_backward=bool(into),
-        start=start,
-        attend=attend,
-    )
+    described = Pass(model, batch, loss=loss, into=into, runs_backward=bool(into), **options)
     described.check()
     losses = described.run()[1]
     assert losses is not None
@@ -311,56 +329,16 @@ class Acting:
         else:
             inputs, cache = inputs_after(model, mask, self._described.prefix, copies)
         outputs = self._run(tokens, **inputs)
-        _check_calls(CHANGES, self._changes)
+        _check_calls("hooks that change the run", self._changes)
         return outputs, cache
 
     def check(self) -> None:
         """Raise an error for what a pass with finite numbers did not call."""
-        _check_calls(OBSERVERS, self._observed)
+        _check_calls("hooks that observe", self._observed)
         if self._described.loss is not None:
-            _check_calls(ON_GRADIENTS, self._of_gradients)
+            _check_calls("hooks on gradients", self._of_gradients)
             if self._checkpoints is not None:
                 self._checkpoints.require_all(self._described.model)
-
-
-def _run(
-    described: Pass,
-) -> tuple[Float[Tensor, "batch vocab"], Float[Tensor, " batch"] | None, list[bool]]:
-    """The logits at the targets, the losses if the pass has a loss, and whether each is finite."""
-    model, batch, loss = described.model, described.batch, described.loss
-    # An inference_mode of the caller would make tensors that autograd rejects.
-    with torch.inference_mode(False):
-        needed = batch.target_positions[:, None] - batch.first_query
-        if hasattr(loss, "positions"):  # those of the loss, then that of the target
-            needed = torch.cat([targets_of(loss, batch) - batch.first_query, needed], dim=1)
-    leaves = [*described.into]  # what the loss is differentiated by
-    first = [leaf_hook(leaves)] if described.differentiates and not leaves else []
-    hooks = (*described.hooks, *described.observers, *described.backward_hooks)
-    last = [rows_hook(model, needed)] if _are_in_blocks(hooks) else []
-    acting, copies = Acting(described, first, last), list[Tensor]()
-    with (
-        torch.inference_mode(False),
-        torch.set_grad_enabled(described.differentiates),
-        acting.inside,
-    ):
-        continues = isinstance(loss, WordCrossEntropy)
-        given = copies if described.graph is not None else None
-        outputs, cache = acting.outputs(stores=continues, copies=given)
-        leaves += copies
-        rows = wide(outputs if last else _at_rows(outputs, needed))
-        logits, losses = rows[:, -1], None
-        if loss is not None:
-            if continues:
-                acting.inside.close()  # the hooks are for the rows of the prompts
-            losses = _losses(described, rows, cache)
-        # Read at once, because Python waits for a GPU at each.
-        numbers = [logits] if losses is None else [logits, losses.to(logits.device)]
-        are_finite = torch.stack([_is_finite(each.detach()) for each in numbers]).tolist()
-        if losses is not None and described.differentiates and all(are_finite):
-            _differentiate(described, losses, leaves, copies)
-    if all(are_finite):  # otherwise ``Pass.run`` says what is not
-        acting.check()
-    return logits.detach(), losses, are_finite
 
 
 def _losses(

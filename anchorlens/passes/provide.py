@@ -14,7 +14,6 @@ from math import lcm
 from threading import Event
 from typing import Any, Protocol, runtime_checkable
 
-import numpy as np
 import torch
 from jaxtyping import Float
 from torch import Tensor
@@ -54,11 +53,10 @@ from ..models.hooked import (
 from ..models.tiny_pass import logits_of, tiny_passes, tiny_tokens
 from ..prompts.batch import PromptBatch
 from ..system.arguments import called
-from ..system.checksum import row_sums
 from ..system.devices import holds_numbers, on_one_device, sent, wide
 from ..system.row_pieces import row_slices
 from ..system.texts import described
-from .forward import Watched, any_loss, edited, unedited
+from .forward import Watched, any_loss, unedited
 
 ModelOrSizes = Any  # a HookedModel; the sizes of a cache that came without its model
 Shared = Float[Tensor, "_ head query key"]  # one pattern for the gradients of several prompts
@@ -102,25 +100,22 @@ class Observation:
         columns: slice | None = None,
         before: "Observation | None" = None,
         trusted: Event | None = None,
-        *,
-        is_shared: bool = False,
     ) -> None:
         self.model, self.question, self.before = model, question, before
-        self.reads, self._whole = reads_of(question, whole), whole
-        self._trusted = Event() if trusted is None else trusted
-        columns = slice(0, whole.tokens.shape[1]) if columns is None else columns
+        self.reads, self.whole = reads_of(question, whole), whole
+        self.trusted = Event() if trusted is None else trusted
+        self.columns = slice(0, whole.tokens.shape[1]) if columns is None else columns
         self._observers = {
             name: next(made for kind, made in _OBSERVERS.items() if isinstance(read, kind))(
-                model, read, question.name, whole, columns, self._trusted
+                self, read
             )
             for name, read in self.reads.items()
         }
-        observers = [*self._observers.values()]
-        self._needs = frozenset[str]().union(*(each.needs for each in observers))
+        observers, self._needs = [*self._observers.values()], needs_of(self.reads)
         self.needs_gradient = SLOPE in self._needs
         self.of_rows = [each for each in observers if each.takes_rows]
         self.beside = [each for each in observers if not each.takes_rows]
-        hooks, slopes = self._row_hooks(columns.start, free_later=is_shared)
+        hooks, slopes = self._row_hooks()
         self.hooks = [*hooks, *(hook for each in self.beside for hook in each.hooks)]
         self.backward_hooks = [*slopes, *(h for each in self.beside for h in each.backward_hooks)]
         if before is not None:
@@ -138,7 +133,7 @@ class Observation:
     ) -> "Observation":
         """What a question observes in the tokens before a batch, once for all prompts of a set."""
         one, columns = batch.whole().prompt(0), slice(0, batch.first_query)
-        return cls(model, question, one, columns, trusted=trusted, is_shared=True)
+        return cls(model, question, one, columns, trusted=trusted)
 
     @property
     def rows_are_enough(self) -> bool:
@@ -156,7 +151,7 @@ class Observation:
         if self._needs & {SLOPE, VALUES}:
             refuse_folded_value_biases(self.model)
         for each in self._observers.values():
-            each.check(self._whole)
+            each.check()
 
     def use(
         self,
@@ -175,19 +170,16 @@ class Observation:
                 continue
             # Of a copy in float32 no tensor of the model would tell that it was edited.
             given = wide(a), wide(slope), *values
-            owner, compares = f"metric {self.question.name!r}", not self._trusted.is_set()
+            owner, compares = f"metric {self.question.name!r}", not self.trusted.is_set()
             with unedited(owner, "A or dL/dA", *given, compares=compares):
                 each.use(layer, rows, keys, *given)
 
-    def _row_hooks(self, first: int, *, free_later: bool) -> tuple[list[Hook], list[Hook]]:
-        """Hooks that hand patterns on in rows, and to what needs gradients when these arrive.
-
-        ``first`` is the position of the first query row. See ``product_hooks`` for ``free_later``.
-        """
+    def _row_hooks(self) -> tuple[list[Hook], list[Hook]]:
+        """Hooks that hand patterns on in rows, and to what needs gradients when these arrive."""
         later = [each for each in self.of_rows if SLOPE in each.needs]
         at_once = [each for each in self.of_rows if each not in later]
         of_values = any(VALUES in each.needs for each in later)
-        values: dict[int, Tensor] = {}
+        values, first = dict[int, Tensor](), self.columns.start
 
         @cache  # for all layers
         def slices_of(batch: int, heads: int, queries: int, keys: int) -> list[slice]:
@@ -218,7 +210,9 @@ class Observation:
         hooks = hooks_in_layers(self.model, pattern_name, use_pattern) if at_once else []
         if not later:
             return hooks, []
-        storing, backward = product_hooks(self.model, use_product, free_later=free_later)
+        # A gradient comes to the patterns of shared tokens again with each batch.
+        is_shared = self.columns.stop < self.whole.tokens.shape[1]
+        storing, backward = product_hooks(self.model, use_product, free_later=is_shared)
         if of_values:
             storing += hooks_in_layers(self.model, values_name, store_values)
         return [*hooks, *storing], backward
@@ -274,19 +268,12 @@ class Observer:
     hooks: Sequence[Hook] = ()  # at other hook points
     backward_hooks: Sequence[Hook] = ()
 
-    def __init__(
-        self,
-        model: ModelOrSizes,
-        read: Any,
-        owner: str,
-        batch: PromptBatch,
-        columns: slice,
-        trusted: Event,
-    ) -> None:
-        self.model, self.owner, self.needs, self.trusted = model, owner, read.needs, trusted
+    def __init__(self, of: Observation, read: Any) -> None:
+        self.model, self.owner, self.batch = of.model, of.question.name, of.whole
+        self.needs, self.trusted = read.needs, of.trusted
         self.begin(read)
 
-    def check(self, batch: PromptBatch) -> None:
+    def check(self) -> None:
         """Raise an error, before the model runs, where it does not show what is read."""
 
     def begin(self, read: Any) -> None:
@@ -331,11 +318,11 @@ class HooksObserver(Observer):
 class SumsObserver(Observer):
     """Sums of a weight over sets of edges."""
 
-    def check(self, batch: PromptBatch) -> None:
+    def check(self) -> None:
         if isinstance(self._sums.weight, WithValues):
             require_transformed_values(self.model)
         elif self.runs_user_code:
-            try_weight(self._sums.weight, self.model.cfg.n_heads, batch)
+            try_weight(self._sums.weight, self.model.cfg.n_heads, self.batch)
 
     def begin(self, read: Sums) -> None:
         self.runs_user_code = all(read.weight is not each for each in vars(weights).values())
@@ -363,14 +350,12 @@ class BlocksObserver(Observer):
 
     runs_user_code = True
 
-    def __init__(
-        self, model: ModelOrSizes, read: Blocks, owner: str, batch: PromptBatch, *where: Any
-    ) -> None:
-        padding = ~batch.attention_mask
+    def __init__(self, of: Observation, read: Blocks) -> None:
+        padding = ~of.whole.attention_mask
         self._padding = padding if padding.any() else None
-        super().__init__(model, read, owner, batch, *where)
+        super().__init__(of, read)
 
-    def check(self, batch: PromptBatch) -> None:
+    def check(self) -> None:
         """Raise an error for what goes through all layers, where some have no pattern."""
         if self.is_whole:
             cure = "read each layer by itself (al.reads.Blocks without whole), as al.SegmentFlows"
@@ -387,11 +372,9 @@ class BlocksObserver(Observer):
             padding = sent(self._padding[:, None, rows, None], a.device)
             a, slope = (each.masked_fill(padding, 0) for each in (a, slope))
         copies = [] if self._padding is None else [a, slope]  # which nothing else watches
-        before = [row_sums(each.detach()) for each in copies]
         block = Block(layer, rows, keys, a, slope if self._read.slope else None)
-        made: Any = called(f"a function of {self.owner}", self._read.of, "a block", block)
-        if not all(map(np.array_equal, [row_sums(each.detach()) for each in copies], before)):
-            raise edited(f"metric {self.owner!r}", "A or dL/dA")
+        with unedited(f"metric {self.owner!r}", "A or dL/dA", *copies, compares=True):
+            made: Any = called(f"a function of {self.owner}", self._read.of, "a block", block)
         first = next(iter(self._of_layers.values()), made)
         if not holds_numbers(made) or made.shape[:1] != a.shape[:1] or made.shape != first.shape:
             raise MetricError(
@@ -408,21 +391,13 @@ class BlocksObserver(Observer):
 class AtObserver(Observer):
     """Numbers at the chosen positions that lie in the columns of a pass."""
 
-    def __init__(
-        self,
-        model: ModelOrSizes,
-        read: At,
-        owner: str,
-        batch: PromptBatch,
-        columns: slice,
-        trusted: Event,
-    ) -> None:
-        super().__init__(model, read, owner, batch, columns, trusted)
-        self._read, self._length = read, batch.tokens.shape[1]
+    def __init__(self, of: Observation, read: At) -> None:
+        super().__init__(of, read)
+        self._read, self._length, columns = read, self.batch.tokens.shape[1], of.columns
         self._rows: dict[torch.device, Tensor] = {}
         self._places: dict[Any, _Places | None] = {}  # the same for all layers of a device
         self._dtypes: set[torch.dtype] = set()
-        queries, keys = read.columns(batch, owner)
+        queries, keys = read.columns(self.batch, self.owner)
         inside = (queries >= columns.start) & (queries < columns.stop)
         self.places = inside[0].nonzero().flatten()  # the same in all prompts, see ``begins_as``
         self.takes_rows = bool(read.needs & {PATTERN, SLOPE}) and len(self.places) > 0
@@ -432,13 +407,13 @@ class AtObserver(Observer):
         self._queries = queries[:, self.places]
         self._keys = keys[:, self.places] if read.pairs and keys is not None else keys
         if read.what in (QUERIES, KEYS):
-            operands, of_keys = _operands(model, owner), read.what == KEYS
+            operands, of_keys = _operands(self.model, self.owner), read.what == KEYS
             self._key_heads = lcm(*(each.key_heads for each in operands))
             self.hooks = hooks_on_operands(operands, self._add_heads, of_keys=of_keys)
         elif not self.takes_rows:
-            self.hooks = hooks_in_layers(model, read.what.format, self._add_states)
+            self.hooks = hooks_in_layers(self.model, read.what.format, self._add_states)
 
-    def check(self, batch: PromptBatch) -> None:
+    def check(self) -> None:
         """Raise an error for a hook point with other shapes in some layers."""
         if self.needs:
             return
@@ -477,14 +452,15 @@ class AtObserver(Observer):
     ) -> None:
         key = rows.start, keys.start, tuple(a.shape), a.device
         if key not in self._places:
-            self._places[key] = _Places.of(self._queries, self._keys, rows, keys, a)
+            chosen = self._queries, self._keys
+            self._places[key] = _Places.of(*chosen, rows, keys, a, pairs=self._read.pairs)
         if (places := self._places[key]) is None:
             return
         table = slope if self._read.what == SLOPE else a
         self._dtypes.add(table.dtype)
-        numbers = places.numbers(table.detach(), self._read.pairs)
+        numbers = places.numbers(table.detach())
         if table is slope:
-            numbers = numbers * (places.numbers(a, self._read.pairs) != 0)
+            numbers = numbers * (places.numbers(a) != 0)
         if self._keys is None and numbers.shape[-1] < self._length:  # zeros for the other keys
             after = self._length - keys.start - table.shape[3]
             numbers = torch.nn.functional.pad(numbers, (keys.start, after))
@@ -538,7 +514,7 @@ _OBSERVERS = {At: AtObserver, Sums: SumsObserver, Blocks: BlocksObserver, Hooks:
 
 @dataclass(frozen=True, eq=False)
 class _Places:
-    """Chosen places of tables of the same shape."""
+    """Chosen places of tables of the same shape: indices that broadcast."""
 
     prompts: Tensor
     rows: Tensor
@@ -548,7 +524,14 @@ class _Places:
 
     @classmethod
     def of(
-        cls, queries: Tensor, chosen: Tensor | None, rows: slice, keys: slice, table: Tensor
+        cls,
+        queries: Tensor,
+        chosen: Tensor | None,
+        rows: slice,
+        keys: slice,
+        table: Tensor,
+        *,
+        pairs: bool,
     ) -> "_Places | None":
         """Those of a table of these rows and keys; None if it has no chosen row."""
         inside = (queries >= rows.start) & (queries < rows.stop)
@@ -563,19 +546,16 @@ class _Places:
         if chosen is None:
             return cls(prompts, row, None, None, all_inside)
         key = sent(chosen - keys.start, device).expand(count, -1)
+        if not pairs:  # each row with each key
+            prompts, row, key = prompts[..., None], row[:, :, None], key[:, None]
         has = (key >= 0) & (key < table.shape[3])
-        return cls(prompts, row, key.clamp(0, table.shape[3] - 1), has, all_inside)
+        return cls(prompts, row, key.clamp(0, table.shape[3] - 1), has[:, None], all_inside)
 
-    def numbers(self, table: Tensor, pairs: bool) -> Tensor:
+    def numbers(self, table: Tensor) -> Tensor:
         """Numbers of a pattern or slope: [batch, head, chosen(, key)]; 0 at keys that it lacks."""
         if self.keys is None or self.has is None:
             return table[self.prompts, :, self.rows].transpose(1, 2)
-        if pairs:
-            chosen = table[self.prompts, :, self.rows, self.keys] * self.has[..., None]
-            return chosen.transpose(1, 2)
-        rows, keys = self.rows[:, :, None], self.keys[:, None]
-        chosen = table[self.prompts[..., None], :, rows, keys]  # [batch, n, key, head]
-        return (chosen * self.has[:, None, :, None]).movedim(3, 1)
+        return table[self.prompts, :, self.rows, self.keys].movedim(-1, 1) * self.has
 
 
 def _by_layer(owner: str, of_layers: dict[int, Tensor]) -> Float[Tensor, "batch layer *axes"]:
