@@ -24,19 +24,15 @@ Attention = Float[Tensor, "batch head query key"]
 
 
 class BatchHook:
-    """A hook of this package, not a function of the user.
+    """A hook of this package, not a function of the user."""
 
-    Attributes:
-        tokens: The tokens of the prompts for which it was made; None if it acts in all alike.
-    """
-
+    # Of the prompts for which it was made; None if it acts in all alike.
     tokens: Int[Tensor, "batch position"] | None
 
     def __call__(self, tensor: Tensor, hook: Any) -> Tensor | None:
         raise NotImplementedError
 
     def is_for(self, batch: PromptBatch) -> bool:
-        """Whether it acts in these prompts as it should."""
         made, tokens = self.tokens, batch.tokens
         return made is None or made is tokens or torch.equal(made, tokens)
 
@@ -48,11 +44,7 @@ class BatchHook:
 # TransformerLens takes the repr of every hook that it adds, and that of tensors takes long.
 @dataclass(frozen=True, eq=False, repr=False)
 class WholeHook(BatchHook):
-    """A hook for passes over whole prompts alone, such as one that replaces a pattern.
-
-    Attributes:
-        act: The hook.
-    """
+    """A hook for passes over whole prompts alone, such as one that replaces a pattern."""
 
     act: HookFunction
     tokens: Int[Tensor, "batch position"] | None = None
@@ -67,14 +59,9 @@ class TargetHook(WholeHook):
 
 @dataclass(frozen=True, eq=False, repr=False)
 class DetachedHeads(BatchHook):
-    """Stops the gradient through heads, in every token alike.
+    """Stops the gradient through heads, in every token alike."""
 
-    Attributes:
-        n_heads: How many heads the model has.
-        heads: Those that are detached.
-    """
-
-    n_heads: int
+    n_heads: int  # of the model
     heads: tuple[int, ...]
     tokens = None
 
@@ -171,12 +158,10 @@ class EdgeHook(BatchHook):
         return replace(self, edges=self.written.over(length), tokens=tokens)
 
     def _length_of(self, queries: int, keys: int, hook: Any) -> int:
-        """How long the prompts are in a pass, with the tokens that were written after them.
-
-        These are known if the pass continues the one before it, of which this hook was a part.
-        """
+        """How long the prompts are in a pass, with the tokens that were written after them."""
         length, before = tokens_run(hook, keys), _lengths.setdefault(self, {})
         name, given = getattr(hook, "name", None), self.edges.shape[2]
+        # What was written is known if the pass continues the one before it, with this hook.
         continues = before.get(name, 0) == (length - 1 if queries == length else length - queries)
         is_known = length == given or (continues and length > given)
         if not is_known or keys > length or queries > keys:

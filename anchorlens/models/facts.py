@@ -52,10 +52,7 @@ class Operands:
 def hooks_on_operands(
     of_layers: Sequence[Operands | None], use: Callable[[int, Tensor], Any], *, of_keys: bool
 ) -> list[tuple[str, Callable[..., None]]]:
-    """Hooks that pass each layer's number, and the queries or keys that it multiplies, to ``use``.
-
-    In every way of running a layer these are the same, (batch, head, position, d_head).
-    """
+    """Hooks that pass each layer's number, and what it multiplies in every pass, to ``use``."""
 
     def act(layer: int, operands: Operands, tensor: Tensor, hook: Any) -> None:
         use(layer, operands.multiplied(tensor, hook, of_keys=of_keys))
@@ -100,10 +97,7 @@ def state_of(model: Any) -> tuple[Any, ...]:
 
 
 def take_over(model: Any, other: Any) -> None:
-    """Take over what was found of another model of the same architecture, type and device.
-
-    Nothing is taken where one of the two has modules that the other has not.
-    """
+    """Take over the facts of another model, unless its type, device or modules differ."""
     if facts_of(model).state == facts_of(other).state:
         facts_of(model).found.update(facts_of(other).found)
 

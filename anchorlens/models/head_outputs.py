@@ -10,7 +10,7 @@ name of a norm or where it is called: that of OPT-350m follows the attention, bu
 stream too, and takes no scale away.
 """
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -199,11 +199,9 @@ class LinearNorm(NamedTuple):
         """The gradient of the inputs, from that of the output."""
         return self.centred(wide(gradient) * self.factors)
 
-    def acting(self) -> Callable[[Any, Any, Any], Tensor]:
+    def act(self, module: Any, inputs: Any, output: Tensor) -> Tensor:
         """A hook on the module that makes it linear."""
-        return lambda module, inputs, output: (self.without_bias(inputs[0]) + self.bias).to(
-            output.dtype
-        )
+        return (self.without_bias(inputs[0]) + self.bias).to(output.dtype)
 
 
 def no_norm(inputs: Tensor) -> LinearNorm:
@@ -215,9 +213,8 @@ def no_norm(inputs: Tensor) -> LinearNorm:
 def norms_after(model: HookedModel) -> dict[int, int]:
     """By layer the norm that takes the scale of its pattern away, if any: its number in modules_of.
 
-    In one pass over equal rows, each layer has a row where its pattern is doubled, and one where it
-    is 0. Doubling must change little beside what zero changes, in the logits, and in what the norm
-    gives out although it gets twice as much.
+    In one pass over equal rows, each layer's pattern is doubled in one row and 0 in another.
+    Doubling must change little beside 0: in the logits, and what a norm makes of twice as much.
     """
     n_layers, modules = model.cfg.n_layers, modules_of(model)
     count, attended, found = 1 + 2 * n_layers, list[int](), dict[int, int]()
@@ -273,4 +270,4 @@ class FrozenNorms:
         """Hooks that make the norm of a layer linear; none where nothing takes the scale away."""
         if layer not in self._modules:
             return []
-        return [(self._modules[layer], self.found[layer].acting())]
+        return [(self._modules[layer], self.found[layer].act)]

@@ -99,11 +99,8 @@ after_block = "blocks.{}.hook_resid_post".format
 
 
 def attention_layers(model: Any) -> list[int]:
-    """The layers that have an attention, and so a pattern. Others may be recurrent, for example.
-
-    The sizes of a cache that came without its model stand for one with attention in each layer.
-    """
-    if not hasattr(model, "blocks"):
+    """The layers that have an attention, and so a pattern. Others may be recurrent, for example."""
+    if not hasattr(model, "blocks"):  # the sizes of a cache that came without its model
         return [*range(model.cfg.n_layers)]
     blocks = model.blocks._modules.values()  # without a call of Python: this runs in each pass
     return [layer for layer, block in enumerate(blocks) if "attn" in block._modules]
@@ -216,13 +213,11 @@ def check_fits(model: HookedModel, *batches: PromptBatch) -> None:
 
 
 def refuse_folded_value_biases(model: Any) -> None:
-    """Raise an error if the value biases are folded into the output bias.
+    """Raise an error if the value biases are folded into the output bias, as they can be any time.
 
-    Folding makes each head's value bias, times the sum of its row of the pattern, a constant, so
-    that values, outputs of heads, and everything that scales or differentiates the pattern after
-    the softmax change. Folded value biases are zero where the query and key biases are not. A model
-    can be folded at any time.
+    A head's value bias, times the sum of its row of the pattern, is a constant then.
     """
+    # Folded biases are zero where those of queries and keys are not.
     if _all_zero(model, "b_V") and not (_all_zero(model, "b_Q") and _all_zero(model, "b_K")):
         raise ModelError(
             "the value biases of this model are folded into its output bias. This does not change "

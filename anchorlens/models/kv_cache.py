@@ -44,10 +44,7 @@ class Graph:
     def at_points(
         self, leaves: Sequence[Float[Tensor, "batch _ position _"]]
     ) -> list[tuple[HookFunction, Tensor]]:
-        """The gradients at the hook points, with what receives them.
-
-        They follow from the gradients of the prompts' copies of ``outputs``, all at once.
-        """
+        """The gradients at the hook points, from those of the prompts' copies of ``outputs``."""
         gradients = [torch.zeros_like(leaf) if leaf.grad is None else leaf.grad for leaf in leaves]
         found = torch.autograd.grad(
             self.outputs,
@@ -128,8 +125,7 @@ def inputs_after(
 ) -> tuple[dict[str, Any], Any]:
     """Arguments of the model's forward for tokens after a prefix, and the cache in them.
 
-    In ``copies`` are then the keys and values of each entry, one copy for each prompt, so that each
-    collects its own gradient. A ModelError if the model does not continue from a cache.
+    In ``copies`` are then the keys and values of each prompt, which collect their own gradients.
     """
     if (facts := known_facts.get(model)) is not None and facts.why_no_cache:
         raise ModelError(facts.why_no_cache)
@@ -158,10 +154,7 @@ def prefix_of(
     points: Sequence[tuple[Tensor, HookFunction]] = (),
     before: KeyValues | None = None,
 ) -> KeyValues:
-    """The prefix that a pass stored in its cache, with the prefix ``before`` it.
-
-    The mask is that of the columns that were run; ``points`` are empty without gradients.
-    """
+    """The prefix that a pass over the columns of the mask stored, with the prefix ``before`` it."""
     next_position, text_length = attention_mask.sum(1), _text_length(attention_mask, before)
     if before is not None:
         mask = before.attention_mask.expand(len(attention_mask), -1)

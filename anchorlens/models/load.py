@@ -269,10 +269,7 @@ def ensure_prepared(model: HookedModel) -> None:
 
 
 def _boot(name: str, weights: Any, tokenizer: Any) -> Any:
-    """The bridge of ``TransformerBridge.boot_transformers``, which patches classes of transformers.
-
-    For models of images it also installs torchvision, which may replace torch.
-    """
+    """A bridge; ``boot_transformers`` would patch classes of transformers, install torchvision."""
     from transformer_lens.model_bridge.sources import build_bridge_from_module
     from transformer_lens.model_bridge.sources.transformers import (
         determine_architecture_from_hf_config,

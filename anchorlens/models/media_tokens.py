@@ -87,10 +87,7 @@ def check_media_tokens(model: HookedModel, *batches: PromptBatch) -> None:
 
 
 def refuse_media_tokens(model: HookedModel, *batches: PromptBatch) -> None:
-    """Raise an error for prompts with such tokens, with an image or without it.
-
-    For what writes tokens anew, or goes on after a key-value cache.
-    """
+    """Raise an error for such tokens where tokens are written, or come after a key-value cache."""
     names = media_tokens(model)
     for batch in batches:
         _refuse(batch, [True] * len(batch), names, _WHOLE if batch.inputs else _LACKS)

@@ -22,8 +22,7 @@ _HARMLESS = re.compile("deprecated|LOAD REPORT|Token indices sequence length")
 def warnings_of_transformers() -> Iterator[None]:
     """What transformers logs as a warning inside is a warning of ours afterwards.
 
-    It may decide numbers: a tokenizer splits texts wrongly, or rotations have unknown settings.
-    TransformerLens hides all of it in every process that imports it.
+    It may decide numbers, as unknown settings do. TransformerLens, once imported, hides all of it.
     """
     from transformers.utils import logging as of_transformers
 

@@ -158,10 +158,8 @@ def _tokenizer_of(name: str, source: str, options: dict[str, Any]) -> Any:
 
 
 def _source(name: str) -> tuple[str, dict[str, Any]]:
-    """What transformers reads, a hub name or a folder, and the options of every reading.
-
-    Code of a folder or of the hub is never run. Without this option transformers asks.
-    """
+    """What transformers reads, a hub name or a folder, and the options of every reading."""
+    # Code of a folder or of the hub is never run. Without this option transformers asks.
     options: dict[str, Any] = {"trust_remote_code": False}
     path = Path(name)
     if name.endswith(".gguf"):

@@ -31,11 +31,7 @@ def rotate_alike(model: Any, length: int, other: int) -> bool:
 
 
 def refuse_another_rotation(model: Any, cached: int, longest: int) -> None:
-    """Raise an error if a text cannot continue from cached tokens.
-
-    ``cached`` is the length of the text in which they were rotated, and ``longest`` that of the
-    longest text that continues from them, the cached tokens included.
-    """
+    """Raise an error if texts up to this length cannot continue tokens ``cached`` in another."""
     _refuse_dynamic(model, longest)
     if (switch := _switch_between(model, cached, longest)) is not None:
         raise PromptError(
@@ -48,10 +44,7 @@ def refuse_another_rotation(model: Any, cached: int, longest: int) -> None:
 
 
 def refuse_rotations_in_a_batch(model: Any, shortest: int, width: int) -> None:
-    """Raise an error for prompts that would be rotated in another way than alone.
-
-    A batch has as many columns as its longest prompt has tokens, or more where all have padding.
-    """
+    """Raise an error for prompts that would be rotated in another way than alone."""
     if (switch := _switch_between(model, shortest, width)) is not None:
         raise PromptError(
             f"prompts of {shortest} and {width} tokens are in one batch, but if one is longer "
@@ -99,11 +92,8 @@ def _kinds(model: Any) -> Iterator[tuple[str, int]]:
 
 
 def follows_the_prompts(held: Mapping[str, Any], name: str) -> bool:
-    """Whether each pass sets a buffer or number of a module anew, from the length of its prompts.
-
-    ``held`` is what the module holds. The values from which they are computed are in
-    ``original_inv_freq`` and in the configuration.
-    """
+    """Whether each pass sets what a module holds under this name anew, by its prompts' length."""
+    # From ``original_inv_freq`` and the configuration.
     if not name.endswith(("inv_freq", "max_seq_len_cached")) or name.endswith("original_inv_freq"):
         return False
     kind = str(held.get("rope_type", ""))

@@ -157,11 +157,7 @@ class Twin:
 
     @safe_context
     def entered(self) -> Iterator[None]:
-        """Inside, copies take what the model holds once, for any number of passes.
-
-        Settings are not compared again: those that change are of the package, which enters again
-        for its tiny passes with shorter windows.
-        """
+        """Inside, copies take what the model holds once, for any number of passes."""
         was_entered, heard = self.is_entered, self._now
         held = [dict(vars(each.made)) for each in self._copies]
 
@@ -201,6 +197,7 @@ class Twin:
         of_all = module_hooks._global_forward_hooks or module_hooks._global_forward_pre_hooks
         if hooks != self._hooks or of_all:
             return "there are hooks on the model"
+        # Inside ``entered`` settings change by the package alone, which enters again for it.
         has_changed = _weights_and_methods(held) != self._held
         if has_changed or not (self.is_entered or self._state_of(model) == self._state):
             return "the model changed since it was prepared (al.prepare_model does it again)"

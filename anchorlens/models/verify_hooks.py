@@ -69,10 +69,7 @@ class _Layer:
 
 
 def verify_hooks(model: HookedModel) -> tuple[dict[int, str], tuple[Operands | None, ...]]:
-    """The layers whose hooks fail in one forward and backward, with the reason; and all operands.
-
-    Operands are the hook points of the queries and keys that a layer's attention multiplies.
-    """
+    """The layers whose hooks fail in one forward and backward, and why; and all operands."""
     n_heads, length = model.cfg.n_heads, n_tokens_of(model)
     layers = {number: _Layer() for number in attention_layers(model)}
     hooks, products = [LEAF], _Products()
@@ -203,10 +200,7 @@ def _operands_of(layer: _Layer, n_heads: int) -> Operands | None:
 def _multiplied(
     layer: _Layer, query: str, key: str, heads_first: bool, n_heads: int
 ) -> Operands | None:
-    """The operands, if hook points hold what is multiplied; queries also times a number.
-
-    They do not if a rotation or a norm comes between the hook points and the product.
-    """
+    """The operands, if hook points hold what is multiplied; queries also times a number."""
     queries, keys = (layer.operands[name] for name in (query, key))
     if queries.ndim != 4 or keys.ndim != 4 or len(layer.multiplied) != 2:
         return None
@@ -342,15 +336,12 @@ def with_stored_heads(
 def _entries_read(
     model: HookedModel, token: Tensor, mask: Bool[Tensor, "1 1"], before: KeyValues
 ) -> tuple[int, ...]:
-    """The number of the cache entry that each layer reads: its scores depend on the keys there.
-
-    The gradient is stopped before each block, so that what is left goes through keys that a layer
-    reads itself.
-    """
+    """The number of the cache entry that each layer reads: its scores depend on the keys there."""
     layers = range(model.cfg.n_layers)
     if len(before.keys) == len(layers):
         return tuple(layers)
     scores: dict[int, Tensor] = {}
+    # The gradient goes through keys that a layer reads itself alone.
     stopped: list[Hook] = [
         (f"blocks.{layer}.hook_resid_pre", lambda resid, hook: resid.detach()) for layer in layers
     ]

@@ -55,11 +55,9 @@ class Checkpoints:
     times: dict[int, int] = field(default_factory=dict)  # that each block has run again
 
     def observers(self, hooks: Sequence[Hook]) -> list[Hook]:
-        """The same hooks, which are not called when a block runs for the first time.
+        """The same hooks, called when a block runs again, with tensors without a graph.
 
-        When it runs again they get tensors without a graph. The gradient goes through the graph of
-        the first run, so that a hook on the gradient of these tensors would silently never be
-        called.
+        Through that graph no gradient goes, so that a hook on it would silently never be called.
         """
         return [(name, partial(self._observe, observer)) for name, observer in hooks]
 

@@ -56,21 +56,14 @@ def site_hooks(model: HookedModel, found: Sites, *, fused: bool = False) -> list
 
 
 class Shown:
-    """What a pass over tiny prompts shows to its hooks.
-
-    Attributes:
-        logits: Which the pass returned.
-        patterns, products: A and A * dL/dA of each layer, [batch, head, query, key].
-        sites: What questions read at positions.
-        reads: Hooks that store ``sites``.
-        options: Of a pass with a loss, all of whose hooks store these.
-    """
+    """What a pass over tiny prompts shows to its hooks, and returns."""
 
     logits: Float[Tensor, "_ vocab"]
 
     def __init__(self, model: HookedModel, *, fused: bool = False) -> None:
-        self.products, self.sites = dict[int, Tensor](), Sites()
-        self.patterns = dict[int, Tensor]()
+        # A and A * dL/dA of each layer, [batch, head, query, key], and what questions read.
+        self.patterns, self.products = dict[int, Tensor](), dict[int, Tensor]()
+        self.sites = Sites()
         self.reads = site_hooks(model, self.sites, fused=fused)
         forward = [*hooks_by_layer(model, pattern_name, self._store), *self.reads]
         backward = hooks_by_layer(model, pattern_name, self._multiply)
@@ -95,10 +88,7 @@ def why_unlike(
     of: str = "",
     whole: str = "prompts",
 ) -> str:
-    """Why a quicker pass shows other numbers at real tokens; empty if it is only rounding.
-
-    ``limit`` is that of logits, ``of`` names the quicker pass, and ``whole`` the other.
-    """
+    """Why a quicker pass ``of`` its kind shows other numbers at real tokens than ``whole`` ones."""
     logits = got.logits, expected.logits
     if reason := why_not_equal(f"logits{of}", limit, logits, whole=whole):
         return reason
@@ -122,11 +112,9 @@ def why_unlike(
 
 
 def tolerance(model: HookedModel, roundings: int = 16) -> float:
-    """What may lie between the logits of other operations: a few roundings of the weights' type.
-
-    Whole patterns are rounded to bfloat16 or float16, and rows of a pattern in float32 are not.
-    Which of the two is nearer to a model in float32 depends on the model (docs/benchmarks.md).
-    """
+    """What may lie between the logits of other operations: a few roundings of the weights' type."""
+    # Whole patterns are rounded, and rows of one are not. Which of the two is nearer to a model in
+    # float32 depends on the model (docs/benchmarks.md).
     return max(TOLERANCE, roundings * torch.finfo(dtype_of(model)).eps)
 
 
@@ -136,10 +124,8 @@ def difference_of(got: Tensor, expected: Tensor) -> float:
 
 
 def _largest(pairs: list[tuple[Tensor, Tensor]]) -> float:
-    """The largest of differences, each as a share of the largest number that is expected.
-
-    They are read at once, because Python waits for a GPU at each.
-    """
+    """The largest of differences, each as a share of the largest number that is expected."""
+    # Read at once, because Python waits for a GPU at each.
     shares = [
         (got - of).abs().max() / of.abs().max().clamp(min=torch.finfo(of.dtype).tiny)
         for got, of in pairs
@@ -159,11 +145,7 @@ def why_not_equal(
 
 
 def reason_of(error: Exception) -> str:
-    """Why a quicker way failed, in a line; an error of memory is raised again.
-
-    A cache or a start in a later block may not fit an architecture, or an operation has no gradient
-    for several prompts at once.
-    """
+    """Why a quicker way failed, which may not fit an architecture; an error of memory is raised."""
     if is_out_of_memory(error):
         raise error
     return reason_of_failure(error, "a quicker way")

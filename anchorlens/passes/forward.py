@@ -160,10 +160,7 @@ class Pass:
 def run_pass(
     model: HookedModel, batch: PromptBatch, **options: Any
 ) -> Float[Tensor, "batch vocab"]:
-    """Check a pass and run it: logits at the targets, detached. The options are fields of ``Pass``.
-
-    With a loss, the model also runs backward from the sum of the losses.
-    """
+    """Check a pass and run it: logits at the targets. The options are fields of ``Pass``."""
     described = Pass(model, batch, **options)
     described.check()
     return described.run()[0]
@@ -230,10 +227,7 @@ def logits_at(
     hooks: Sequence[Hook] = (),
     attend: Attend | None = None,
 ) -> list[Float[Tensor, "_ vocab"]]:
-    """The logits at some positions of each whole prompt, in their order.
-
-    Where they are in the type of the model, they stay so: a wider copy may not fit into memory.
-    """
+    """The logits at some positions of each whole prompt, in order and in the type of the model."""
     described = Pass(model, batch, hooks, attend=attend)
     described.check()
     acting = Acting(described, last=[rows_hook(model, columns_of(positions)[0])])
@@ -286,10 +280,7 @@ def run_prefix(
 
 
 class Acting:
-    """What acts in one pass, set up in one place: natively, or with hooks in the hooked model.
-
-    ``first`` and ``last`` are hooks of the package itself, around those that are described.
-    """
+    """What acts in a pass; ``first`` and ``last`` are hooks around those that are described."""
 
     def __init__(
         self, described: Pass, first: Sequence[Hook] = (), last: Sequence[Hook] = ()
@@ -316,10 +307,7 @@ class Acting:
     def outputs(
         self, *, stores: bool = False, copies: list[Tensor] | None = None
     ) -> tuple[Tensor, Any]:
-        """What the model gives for the tokens that run, and its cache if it continues or stores.
-
-        In ``copies`` are then the prompts' keys and values of the prefix.
-        """
+        """What the model gives for the tokens that run, and its cache if it continues or stores."""
         model, batch = self._described.model, self._described.batch
         rows, cache = batch.query_rows, None
         tokens, mask = batch.tokens[:, rows], batch.attention_mask[:, rows]
@@ -421,10 +409,8 @@ def rows_hook(model: HookedModel, rows: Int[Tensor, "batch target"]) -> Hook:
 
 @fact
 def _before_unembedding(model: HookedModel) -> str:
-    """Its input, because some transformers models fix the shape after the last block.
-
-    Where an adapter does not name this input, it is what comes before the final norm.
-    """
+    """The input of the unembedding, or, where an adapter does not name it, of the final norm."""
+    # Not after the last block, whose shape some models of transformers fix.
     return UNEMBED if UNEMBED in model.hook_dict else after_block(model.cfg.n_layers - 1)
 
 
@@ -437,15 +423,11 @@ def _are_in_blocks(hooks: Iterable[Hook]) -> bool:
 # TransformerLens takes the repr of every hook that it adds, and that of tensors takes long.
 @dataclass(eq=False, repr=False)
 class Watched:
-    """A hook that counts its calls, and raises an error with its owner's name if it edits a tensor.
-
-    Its ``data`` is compared until ``trusted`` is set: a batch has shown that nothing is changed.
-    Without an owner it may change the run.
-    """
+    """A hook that counts its calls; an error names its owner if it edits a tensor."""
 
     act: HookFunction
-    owner: str = ""
-    trusted: Event | None = None
+    owner: str = ""  # without one it may change the run
+    trusted: Event | None = None  # set when a batch has shown that no ``data`` is changed
     is_users: bool = False  # so that it may ask its hook point for anything
     calls: int = 0
 
@@ -485,10 +467,7 @@ def _refuse_another_kind(changed: Any, tensor: Tensor, hook: Any) -> None:
 
 @contextmanager
 def unedited(owner: str, what: str, *tensors: Tensor, compares: bool = False) -> Iterator[None]:
-    """Raise an error with the owner's name if a tensor is edited inside.
-
-    PyTorch counts edits, but not those of the ``data`` of a tensor, for which ``compares`` is.
-    """
+    """Raise an error if a tensor is edited inside; ``compares`` sees edits of its ``data`` too."""
 
     def state() -> list[Any]:
         # Private in torch, which has no public counter; tests/test_private_names.py verifies it.
@@ -520,10 +499,8 @@ def _watched(hooks: Sequence[Hook]) -> list[tuple[Any, Any]]:
 
 
 def _check_calls(what: str, hooks: Sequence[tuple[Any, Watched]]) -> None:
-    """Raise an error for points that exist, but that the model does not call.
-
-    A function may also select points that are not called; an expert gets no token of some prompts.
-    """
+    """Raise an error for points that exist, but that the model does not call."""
+    # An expert gets no token of some prompts.
     silent = [
         "any that a function selects" if callable(name) else repr(name)
         for name, watched in hooks

@@ -61,10 +61,8 @@ def fused_attention(
 ) -> Attend:
     """A fused attention of all layers, whose backward pass hands rows to ``use``.
 
-    ``taps`` get their sums by a kernel in the layers whose attention it knows; there ``use`` gets
-    nothing. The hook points inside the attention are not called. Hooks there that cut edges of the
-    scores or detach heads act here, and observers of queries and keys are called here; others are
-    an error.
+    In layers whose attention a kernel knows, ``taps`` get its sums and ``use`` nothing. Of hooks
+    inside the attention some act here (``acts_when_fused``), and of observers those of operands.
     """
     acting, observing = (
         [hook for hook in each if is_skipped(model, hook[0])] for each in (hooks, observers)
@@ -224,11 +222,10 @@ class RowAttention(torch.autograd.Function):
 
 
 def output_of(query: Heads, key: SharedHeads, value: SharedHeads, terms: Terms) -> Heads:
-    """z by a fused kernel.
+    """z by a fused kernel, if one knows the terms: soft caps and sinks none does.
 
-    With a mask it is computed a few query rows at a time. A kernel makes numbers of a whole mask,
-    and computes what no row sees: all that is later, or outside of a window. No kernel knows soft
-    caps and sinks.
+    With a mask a few query rows at a time, because a kernel makes numbers of a whole mask, and
+    computes what no row sees.
     """
     how: dict[str, Any] = {"scale": terms.scale, "enable_gqa": query.shape[1] != key.shape[1]}
     has_kernel = terms.soft_cap is None and terms.sinks is None
@@ -249,14 +246,11 @@ def output_of(query: Heads, key: SharedHeads, value: SharedHeads, terms: Terms) 
 
 
 def keys_seen(terms: Terms, rows: slice, key: SharedHeads) -> tuple[slice, SeenKeys]:
-    """All keys that one of these query rows sees and some beside them, and which row sees which.
-
-    The number of keys is rounded up, so that most pieces are as large as the piece before them. If
-    each were a little larger, it would not fit where another was freed, and most of the memory
-    would be gaps.
-    """
+    """All keys that one of these query rows sees and some beside them, and which row sees which."""
     length = key.shape[2]
     first, end = terms.mask.ends(rows.start, rows.stop)
+    # Rounded up, because pieces that are each a little larger than the last one would not fit where
+    # that was freed, and most of the memory would be gaps.
     step = max(1, length // 32)
     width = -(-(end - first) // step) * step
     stop = min(length, first + width)
@@ -267,10 +261,8 @@ def keys_seen(terms: Terms, rows: slice, key: SharedHeads) -> tuple[slice, SeenK
 def _pattern(
     query: Heads, key: SharedHeads, seen: SeenKeys, terms: Terms
 ) -> tuple[Rows, Rows | None]:
-    """A of some query rows and keys, and the derivative of the soft cap; None where there is none.
-
-    In place, because new tensors for each step take time and memory.
-    """
+    """A of some query rows and keys, and the derivative of the soft cap, if there is one."""
+    # In place, because new tensors for each step take time and memory.
     scores, of_cap = _with_shared_heads(query, key.mT).mul_(terms.scale), None
     if terms.soft_cap is not None:
         scores.div_(terms.soft_cap).tanh_()

@@ -42,8 +42,7 @@ def check_loss(
 ) -> tuple[PromptBatch, Tensor]:
     """Raise an error if a loss does not give one number a prompt for these batches.
 
-    Returned are the prompts on which it was tried, and logits of theirs: of a batch with several
-    prompts, if there is one.
+    Returned are prompts on which it was tried, several if a batch has, and logits of theirs.
     """
     device, tried = device_of(model), None
     if loss is label_cross_entropy:
@@ -78,8 +77,7 @@ def check_gradient_of_loss(
 ) -> None:
     """Raise the errors of ``check_loss``, and one for a loss that mixes prompts or has no gradient.
 
-    The gradient of the sum over prompts is not that of each prompt then. A loss minus its mean over
-    the batch is such a one: the sum is 0. Two prompts of a batch are tried, if one has several.
+    The gradient of the sum over prompts is not that of each prompt then.
     """
     batch, zeros = check_loss(loss, batches, model)
     generator = torch.Generator().manual_seed(0)

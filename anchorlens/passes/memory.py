@@ -30,8 +30,7 @@ def is_out_of_memory(error: BaseException) -> bool:
 def return_freed_memory() -> None:
     """Return to the system what the C library of Linux keeps of tensors that were freed.
 
-    It keeps pieces of some megabytes for later use. Over a long prompt these become scattered, so
-    that a pass with checkpoints would hold twice the memory that it needs.
+    Its pieces become scattered over a long prompt, and would double the memory with checkpoints.
     """
     _trim()(0)
 

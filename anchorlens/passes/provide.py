@@ -601,10 +601,7 @@ def check_columns(question: Reader, batches: Sequence[PromptBatch], first: Reads
 
 
 def begins_as(question: Reader, batch: PromptBatch, first: PromptBatch) -> bool:
-    """Whether a question reads before ``batch.first_query`` what it reads there of another prompt.
-
-    ``first`` is a prompt of the same set. What needs a gradient is taken from each batch anew.
-    """
+    """Whether a question reads in shared tokens what it reads in another prompt of the set."""
     whole, one = batch.whole(), first.whole().prompt(0)
     ours, theirs = reads_of(question, whole), reads_of(question, one)
     return all(
@@ -622,11 +619,7 @@ def by_hooks(observations: Sequence[Observation]) -> dict[str, Any]:
 
 
 def by_rows(observations: Sequence[Observation], *, has_kernel: bool) -> dict[str, Any]:
-    """Options of a pass with a fused attention, in which questions get a few query rows at a time.
-
-    What they read outside of patterns they observe at hook points. With ``has_kernel`` a kernel
-    sums over edges, as ``why_no_kernel`` allows it.
-    """
+    """Options of a pass with a fused attention: questions get rows, or sums of a kernel."""
 
     def use(layer: int, rows: slice, keys: slice, a: Tensor, slope: Tensor) -> None:
         for each in observations:

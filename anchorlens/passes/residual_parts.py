@@ -307,7 +307,7 @@ def _linear_operands(
 
     with added_hooks(model, of_modules=[(each, store) for each in inner]):
         [whole] = _operands_of_inputs(model, layer, call, [hidden])
-    frozen: list[ModuleHook] = [(each, norm.acting()) for each, norm in held.items()]
+    frozen: list[ModuleHook] = [(each, norm.act) for each, norm in held.items()]
     bias = norm.bias.to(hidden.dtype).expand_as(hidden)
     inputs = [bias, *(norm.without_bias(part).to(hidden.dtype) + bias for part in parts)]
     with added_hooks(model, of_modules=frozen):

@@ -76,10 +76,7 @@ def _parts_of(model: HookedModel) -> _Parts:
 
 
 def points_of_operands(model: HookedModel) -> list[tuple[str, str]]:
-    """The hook points of queries and keys of each layer; empty if none holds what it multiplies.
-
-    A norm may come after those that stand elsewhere.
-    """
+    """The hook points of queries and keys of each layer; empty if none holds what it multiplies."""
     of_layers = facts_of(model).operands
     return [("", "") if each is None else (each.query, each.key) for each in of_layers]
 
@@ -268,12 +265,10 @@ def _has_padding(batch: PromptBatch) -> bool:
 
 
 def _padding_hooks(model: HookedModel, batch: PromptBatch) -> list[Hook]:
-    """Hooks that set the scores in the rows of padding to 0.
-
-    Some of these rows have no position to attend to (padding on the left, or beyond a sliding
-    window). Their softmax is NaN where the mask is -inf: in float64 through transformers, and on a
-    processed bridge of transformer-lens 3.9, which hides it from the pattern, not from gradients.
-    """
+    """Hooks that set the scores in the rows of padding to 0."""
+    # Some have no position to attend to (padding on the left, or beyond a sliding window). Their
+    # softmax is NaN where the mask is -inf: in float64 through transformers, and on a processed
+    # bridge of transformer-lens 3.9, which hides it from the pattern, not from gradients.
     if not _has_padding(batch):
         return []
     padding = ~batch.attention_mask[:, batch.first_query :]

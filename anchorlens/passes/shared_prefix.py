@@ -17,10 +17,7 @@ def shared_tokens(batch: PromptBatch) -> PromptBatch:
 
 
 class SharedPrefixes:
-    """Keys and values of shared tokens, computed once for each set of demonstrations and change.
-
-    Only one set is stored, to save memory.
-    """
+    """Keys and values of shared tokens, computed once for each change in the last set."""
 
     def __init__(self, model: HookedModel, run: Callable[..., KeyValues]) -> None:
         self.model, self._run = model, run
@@ -33,8 +30,7 @@ class SharedPrefixes:
     ) -> tuple[Sequence[Hook], KeyValues]:
         """The hooks that act in the tokens before a batch, and the keys and values there.
 
-        They are stored under ``key``, if it is not None: one key gives the same hooks for each
-        batch of the set.
+        They are stored under a ``key`` that gives the same hooks for each batch; None stores none.
         """
         set_id = only_set(batch)
         if set_id != self._set:

@@ -43,10 +43,7 @@ _SHORT = 64  # tokens of a pass whose stored bytes are counted; twice as many ru
 
 @fact
 def why_not_shared(model: HookedModel) -> str:
-    """Why shared tokens cannot run once; empty if prompts after them have the same numbers.
-
-    Also gradients go through the shared tokens, for all prompts of a batch at once.
-    """
+    """Why shared tokens cannot run once; empty if prompts after them have the same numbers."""
     if is_of_low_precision(model):
         return "in low precision numbers after cached tokens are rounded otherwise"
     return _reason_of_comparison(model, "no run from a key-value cache", _compare_shared)
@@ -91,11 +88,8 @@ def _bytes_of_short_passes(model: HookedModel) -> tuple[int, int, int]:
 
 
 def bytes_stored(model: HookedModel, length: int) -> int:
-    """The bytes that a pass over a prompt stores for its gradient, with a fused attention.
-
-    They grow with the tokens, so that two short passes tell those of a long prompt. What does not
-    grow, such as weights in another type, is in both.
-    """
+    """The bytes that a pass over a prompt stores for its gradient, with a fused attention."""
+    # They grow with the tokens, but for what is in both, such as weights in another type.
     count, short, twice = _bytes_of_short_passes(model)
     return short + (twice - short) * (length - count) // count
 

@@ -115,20 +115,16 @@ def _at_known_points(model: HookedModel, hooks: list[Hook]) -> list[Hook]:
 
 
 def _outputs_in_the_graph(model: HookedModel, outputs: dict[int, Tensor]) -> list[Hook]:
-    """Hooks that store the outputs of heads.
+    """Hooks that store the outputs of heads, and return them.
 
-    They return what they store: a bridge shows its hooks a copy and goes on with the original,
-    unless a hook returns something.
+    A bridge shows its hooks a copy and goes on with the original unless a hook returns something.
     """
 
-    def hook_of(layer: int) -> Hook:
-        def store(output: Tensor, hook: Any) -> Tensor:
-            outputs[layer] = output.view_as(output)
-            return outputs[layer]
+    def store(layer: int, output: Tensor, hook: Any) -> Tensor:
+        outputs[layer] = output.view_as(output)
+        return outputs[layer]
 
-        return z_name(layer), store
-
-    return [hook_of(layer) for layer in range(model.cfg.n_layers)]
+    return [(z_name(layer), partial(store, layer)) for layer in range(model.cfg.n_layers)]
 
 
 @dataclass(frozen=True, eq=False)

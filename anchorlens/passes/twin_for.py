@@ -29,10 +29,7 @@ from .running import Inside, leaf_hook, running, why_hooks_need_a_bridge
 
 
 def of_one_run(model: HookedModel, is_native: bool) -> AbstractContextManager[None]:
-    """Inside, the passes of a run, for which the twin is compared and made ready once.
-
-    In low precision the hooked model runs all of them unless all are native.
-    """
+    """Inside, the passes of a run; in low precision all are native, or none is."""
     if why_not_native(model):
         return nullcontext()
     twin = twin_of(model)
@@ -84,10 +81,8 @@ def why_not_native(model: HookedModel) -> str:
 
 @fact
 def why_no_native_images(model: HookedModel) -> str:
-    """Why the twin cannot run prompts with images, if it can run texts; empty if it can.
-
-    Tokens of images may see one another both ways, which a model reads from the types of tokens.
-    """
+    """Why the twin cannot run prompts with images, if it can run texts; empty if it can."""
+    # Tokens of images may see one another both ways, which a model reads from the types of tokens.
     batch = tiny_prompts(model)
     is_image = (batch.positions > 1) & (batch.positions < 6) & batch.attention_mask
     reason = _tried(model, types) if (types := types_of_tokens(model, is_image)) else ""
