@@ -115,7 +115,6 @@ class EdgeHook(BatchHook):
 
     @property
     def cuts_scores(self) -> bool:
-        """Whether it cuts before the softmax, which a mask can do as well."""
         return self.renormalize and self.factors is None
 
     def in_heads(

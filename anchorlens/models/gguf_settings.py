@@ -110,7 +110,6 @@ def parsed_once(name: str) -> Iterator[None]:
 
 
 def refuse_part(file: str, count: int) -> None:
-    """Raise an error for one file of a model that is split into this number of files."""
     if count > 1:
         raise ModelError(
             f"{file} is one part of a model that is split into {count} files: join them (the tool "
@@ -254,7 +253,6 @@ def _set_rotations(
 
 
 def refuse_unread_tensors(file: str, weights: Any) -> None:
-    """Raise an error if a .gguf file has a tensor that no parameter of the model comes from."""
     from transformers import modeling_gguf_pytorch_utils as of_gguf
 
     reader, value = _opened(file)
@@ -268,7 +266,6 @@ def refuse_unread_tensors(file: str, weights: Any) -> None:
 
 
 def set_gguf_tokenizer(tokenizer: Any, file: str) -> None:
-    """Make a tokenizer that was read from a .gguf file give the tokens of llama.cpp."""
     from tokenizers import pre_tokenizers
 
     reader, value = _opened(file)

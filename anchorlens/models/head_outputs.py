@@ -20,7 +20,7 @@ from torch import Tensor
 
 from ..errors import MetricError, ModelError
 from ..system.devices import wide
-from .facts import fact, own_fact
+from .facts import fact
 from .hooked import (
     Hook,
     HookedModel,
@@ -209,7 +209,7 @@ def no_norm(inputs: Tensor) -> LinearNorm:
     return LinearNorm(torch.zeros_like(inputs.flatten(0, -2)[0]), False, torch.ones_like(inputs))
 
 
-@own_fact
+@fact
 def norms_after(model: HookedModel) -> dict[int, int]:
     """By layer the norm that takes the scale of its pattern away, if any: its number in modules_of.
 

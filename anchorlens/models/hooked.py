@@ -69,7 +69,6 @@ def run_sent(run: Callable[..., Tensor], model: Any, tokens: Tensor, **inputs: A
 
 
 def devices_of_layers(model: Any) -> list[torch.device]:
-    """The device on which each layer computes."""
     first = device_of(model)
     devices = [next(iter(block.parameters())).device for block in model.blocks]
     # Weights that accelerate brings to the device of the model when they are needed.
@@ -77,7 +76,6 @@ def devices_of_layers(model: Any) -> list[torch.device]:
 
 
 def dtype_of(model: Any) -> torch.dtype:
-    """The type of the parameters."""
     dtype: torch.dtype = next(iter(model.parameters())).dtype
     return dtype
 
@@ -107,7 +105,6 @@ def attention_layers(model: Any) -> list[int]:
 
 
 def attentions_of(model: Any) -> dict[int, Any]:
-    """The attention module of each layer that has one."""
     return {layer: model.blocks[layer].attn for layer in attention_layers(model)}
 
 
@@ -152,7 +149,6 @@ def indices_of(kind: str, chosen: Iterable[int] | int, count: int) -> list[int]:
 
 
 def names_of_layers(model: HookedModel, name: Callable[[int], str]) -> list[str]:
-    """The name of a hook point in every layer that has it."""
     return [name(layer) for layer in layers_with(model, name)]
 
 
@@ -178,7 +174,6 @@ def has_sinks(model: Any) -> bool:
 
 
 def refuse_longer_than(context: int, longest: int) -> None:
-    """Raise an error for prompts with more tokens than the context of the model."""
     if longest > context:
         raise PromptError(
             f"a prompt has {longest} tokens, but the model's context is {context}; use fewer or "

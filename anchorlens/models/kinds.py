@@ -43,7 +43,6 @@ def original_of(model: Any) -> Any:
 
 
 def is_bridge(model: Any) -> bool:
-    """Whether the model is a TransformerBridge."""
     return original_of(model) is not None
 
 

@@ -134,7 +134,6 @@ def _needed(module: nn.Module, hooks: HookTable) -> HookTable:
 
 
 def is_of_library(hook: Any) -> bool:
-    """Whether a hook on a module is a part of what the model computes."""
     function = hook.func if isinstance(hook, partial) else hook
     return str(getattr(function, "__module__", "")).partition(".")[0] in _LIBRARIES
 

@@ -27,7 +27,6 @@ class Adafactor:
     lr: float = 0.3
 
     def __call__(self, parameters: Sequence[Tensor]) -> Optimizer:
-        """The optimizer of these parameters."""
         from transformers.optimization import Adafactor as OfTransformers
 
         optimizer: Optimizer = OfTransformers(
@@ -50,7 +49,6 @@ class RelativeAdafactor:
     rate: float
 
     def __call__(self, parameters: Sequence[Tensor]) -> Optimizer:
-        """The optimizer of these parameters, whose size is measured now."""
         values = torch.cat([parameter.detach().flatten() for parameter in parameters])
         return Adafactor(self.rate * float(root_mean_square(values)))(parameters)
 

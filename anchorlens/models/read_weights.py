@@ -97,7 +97,6 @@ def read_weights(
 
 
 def read_processor(name: str) -> Any:
-    """The processor of images of a hub name or a folder."""
     from transformers import AutoProcessor
 
     cure = (
@@ -173,7 +172,6 @@ def _source(name: str) -> tuple[str, dict[str, Any]]:
 
 
 def refuse_no_file(name: str) -> None:
-    """Raise an error for a .gguf file that is not there."""
     if kind_of(name, ModelError) != "file":
         raise ModelError(f"there is no file {name}")
 
@@ -245,7 +243,6 @@ def best_device() -> str | torch.device:
 
 
 def refuse_device(device: int | str | torch.device) -> None:
-    """Raise an error if a device cannot compute, before weights are read for it."""
     try:
         on_device = torch.empty(0, device=device)
     except (RuntimeError, AssertionError) as error:
@@ -309,7 +306,6 @@ def placed(weights: Any, place: str | torch.device | Map | None, dtype: torch.dt
 
 
 def _spread(weights: Any, device_map: Any) -> Any:
-    """The model with each module on the device that a map, or a word for one, says."""
     from accelerate import dispatch_model, infer_auto_device_map  # a second to import
     from accelerate.utils import get_balanced_memory
 

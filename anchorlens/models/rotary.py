@@ -21,12 +21,10 @@ _SHORTER_PROMPTS = "shorter prompts (build_prompts(..., max_length=..., drop_too
 
 
 def rotates_by_length(model: Any) -> bool:
-    """Whether rotations depend on the length of a text at all."""
     return any(True for _ in _kinds(model))
 
 
 def rotate_alike(model: Any, length: int, other: int) -> bool:
-    """Whether texts of these two numbers of tokens rotate the same positions alike."""
     return _switch_between(model, length, other) is None
 
 

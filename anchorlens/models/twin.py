@@ -14,14 +14,14 @@ from dataclasses import dataclass
 from functools import partial
 from itertools import count
 from typing import Any
-from weakref import ref
+from weakref import WeakKeyDictionary, ref
 
 from torch import Tensor, nn
 from torch.nn.modules import module as module_hooks
 
 from ..errors import ModelError
 from ..system.put_back import SafeContext, put_back, safe_context
-from .facts import own_fact
+from .facts import Facts, facts_of
 from .hooked import attentions_of, is_of_low_precision
 from .kinds import config_of, head_of, is_bridge, modules_of, original_of
 from .model_state import HOOK_TABLES, has_user_hooks, without_user_hooks
@@ -136,7 +136,6 @@ class Twin:
         return self._now.block(layer, partial(kind.forward, block), args, kwargs)
 
     def run(self, tokens: Tensor, **inputs: Any) -> Tensor:
-        """The logits of tokens, as the bridge computes them; inside ``hears`` alone."""
         logits: Tensor = self.model(tokens, **inputs).logits
         return logits
 
@@ -177,7 +176,6 @@ class Twin:
             yield
 
     def suspended(self) -> SafeContext[None]:
-        """Inside, the hooked model runs all passes."""
         suspend = partial(setattr, self, "is_suspended")
         return put_back(partial(suspend, self.is_suspended), partial(suspend, True))
 
@@ -282,8 +280,14 @@ def _settings(held: Mapping[str, Any]) -> list[tuple[str, Any]]:
     ]
 
 
-@own_fact
+# By the facts of its model, which are new where it has other modules.
+_made: WeakKeyDictionary[Facts, Twin] = WeakKeyDictionary()
+
+
 def twin_of(model: Any) -> Twin:
     """The twin of a model, made once."""
-    with without_user_hooks(model):
-        return Twin(model)
+    facts = facts_of(model)
+    if facts not in _made:
+        with without_user_hooks(model):
+            _made[facts] = Twin(model)
+    return _made[facts]

@@ -32,8 +32,6 @@ _CURE = (
 
 @dataclass(frozen=True, eq=False)
 class Start:
-    """The first layer that a pass runs, and the output of the block before it."""
-
     layer: int
     output: Any
 
@@ -90,7 +88,6 @@ class Checkpoints:
             return checkpoint(run, *args, use_reentrant=False, **kwargs)
 
     def require_all(self, model: HookedModel) -> None:
-        """Raise an error if a block did not run again exactly once."""
         wrong = {layer: self.times.get(layer, 0) for layer in range(model.cfg.n_layers)}
         wrong = {layer: times for layer, times in wrong.items() if times != 1}
         if wrong:
@@ -103,14 +100,11 @@ class Checkpoints:
 
 @dataclass(frozen=True, eq=False)
 class BlockRuns:
-    """How the blocks of a pass run."""
-
     start: Start | None = None
     starts: Starts | None = None
     checkpoints: Checkpoints | None = None
 
     def run(self, layer: int, forward: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
-        """What the block of a layer gives out."""
         if self.start is not None and layer < self.start.layer:
             return self.start.output
         run = forward if self.checkpoints is None else partial(self.checkpoints.run, layer, forward)

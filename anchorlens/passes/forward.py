@@ -66,7 +66,6 @@ class Pass:
 
     @property
     def differentiates(self) -> bool:
-        """Whether the model runs backward."""
         return self.loss is not None and self.runs_backward
 
     @property
@@ -199,9 +198,7 @@ def mean_loss_with_gradient(
     batch: PromptBatch,
     loss: LossOfBatch,
     into: Sequence[Tensor],
-    *,
-    hooks: Sequence[Hook] = (),
-    prefix: KeyValues | None = None,
+    **options: Any,
 ) -> float:
     """The mean loss over a batch, whose gradient is added to ``grad`` of the tensors in ``into``.
 
@@ -214,7 +211,7 @@ def mean_loss_with_gradient(
         return losses[-1] / len(batch)
 
     try:
-        run_pass(model, batch, hooks=hooks, loss=mean_loss, into=into, prefix=prefix)
+        run_pass(model, batch, loss=mean_loss, into=into, **options)
     except NotFiniteError:
         return nan
     return float(losses[0].detach().mean())
@@ -225,10 +222,10 @@ def logits_at(
     batch: PromptBatch,
     positions: Bool[Tensor, "batch position"],
     hooks: Sequence[Hook] = (),
-    attend: Attend | None = None,
+    **options: Any,
 ) -> list[Float[Tensor, "_ vocab"]]:
     """The logits at some positions of each whole prompt, in order and in the type of the model."""
-    described = Pass(model, batch, hooks, attend=attend)
+    described = Pass(model, batch, hooks, **options)
     described.check()
     acting = Acting(described, last=[rows_hook(model, columns_of(positions)[0])])
     with torch.inference_mode(False), torch.no_grad(), acting.inside:
@@ -245,11 +242,9 @@ def run_prefix(
     model: HookedModel,
     batch: PromptBatch,
     *,
-    hooks: Sequence[Hook] = (),
     observers: Sequence[Hook] = (),
     backward_hooks: Sequence[Hook] = (),
-    prefix: KeyValues | None = None,
-    attend: Attend | None = None,
+    **options: Any,
 ) -> KeyValues:
     """Keys and values of leading tokens (``batch.before(position)``), those of ``prefix`` first.
 
@@ -264,12 +259,11 @@ def run_prefix(
         return name, lambda tensor, hook: points.append((tensor, receive))
 
     observing = [*observers, *(noted(*hook) for hook in backward_hooks)]
-    last = []
-    if _are_in_blocks(observing):  # the logits are not used
-        last.append((_before_unembedding(model), lambda resid, hook: resid[:, -1:]))
+    last: list[Hook] = [(_before_unembedding(model), lambda resid, hook: resid[:, -1:])]
+    last = last if _are_in_blocks(observing) else []  # the logits are not used
     first = [leaf_hook([])] if backward_hooks else []
-    described = Pass(model, batch, hooks, observing, prefix=prefix, attend=attend)
-    acting = Acting(described, first, last)
+    described = Pass(model, batch, observers=observing, **options)
+    acting, prefix = Acting(described, first, last), described.prefix
     mask = batch.attention_mask[:, batch.query_rows]
     with torch.inference_mode(False), torch.set_grad_enabled(bool(first)), acting.inside:
         if prefix is not None:
@@ -482,7 +476,6 @@ def unedited(owner: str, what: str, *tensors: Tensor, compares: bool = False) ->
 
 
 def edited(owner: str, what: str) -> HookError:
-    """The error for what was changed in place."""
     return HookError(
         f"{owner} changed {what} in place, so that the model and the other metrics would continue "
         "with other numbers; work on a copy (tensor.clone())"

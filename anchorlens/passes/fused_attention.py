@@ -156,7 +156,6 @@ class FlowTap(torch.autograd.Function):
         value: SharedHeads,
         use: Callable[..., object],
     ) -> Heads:
-        """The same numbers; autograd stores what the attention stores anyway."""
         ctx.save_for_backward(query, key, value)
         ctx.use = use
         return z.view_as(z)
@@ -164,7 +163,6 @@ class FlowTap(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, of_output: Heads) -> tuple[Tensor | None, ...]:
-        """The gradient as it is."""
         ctx.use(*ctx.saved_tensors, of_output)
         return of_output, None, None, None, None
 
@@ -187,7 +185,6 @@ class RowAttention(torch.autograd.Function):
         terms: Terms,
         use: Callable[[slice, slice, Rows, Rows], None],
     ) -> Heads:
-        """The output; autograd stores queries, keys and values alone."""
         ctx.save_for_backward(query, key, value)
         ctx.terms, ctx.use = terms, use
         return output_of(query, key, value, terms)
@@ -195,7 +192,6 @@ class RowAttention(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, of_output: Heads) -> tuple[Tensor | None, ...]:
-        """The gradients of queries, keys and values."""
         query, key, value = ctx.saved_tensors
         terms, use = ctx.terms, ctx.use
         wide = torch.promote_types(query.dtype, torch.float32)

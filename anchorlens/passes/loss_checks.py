@@ -63,7 +63,6 @@ def check_loss(
 
 
 def _shape_of_logits(loss: LossOfBatch, batch: PromptBatch, model: HookedModel) -> tuple[int, ...]:
-    """The shape of what a loss gets for each prompt."""
     if isinstance(loss, WordCrossEntropy):
         return tuple(continuations_of(loss, batch, model).shape)
     if needs_positions(loss):

@@ -115,7 +115,6 @@ class NextTokenCrossEntropy:
     weights: WeightsOfBatch
 
     def positions(self, batch: PromptBatch) -> Bool[Tensor, "batch position"]:
-        """The positions with a weight."""
         return self._weights_of(batch) != 0
 
     def __call__(

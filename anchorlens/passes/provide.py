@@ -285,7 +285,6 @@ class Observer:
         """Get A and dL/dA of some query rows and the keys that they see, in any precision."""
 
     def found(self) -> Any:
-        """What was observed in the pass."""
         return None
 
     def after(self, shared: "Observer", count: int) -> Any:
@@ -301,8 +300,6 @@ class Observer:
 
 
 class HooksObserver(Observer):
-    """Hooks of the user."""
-
     takes_rows, runs_user_code = False, True
 
     def begin(self, read: Hooks) -> None:
@@ -316,8 +313,6 @@ class HooksObserver(Observer):
 
 
 class SumsObserver(Observer):
-    """Sums of a weight over sets of edges."""
-
     def check(self) -> None:
         if isinstance(self._sums.weight, WithValues):
             require_transformed_values(self.model)
@@ -588,7 +583,6 @@ def reads_of(question: Reader, batch: PromptBatch) -> Reads:
 
 
 def need_gradient(reads: Reads) -> bool:
-    """Whether reads need a backward pass."""
     return SLOPE in needs_of(reads)
 
 

@@ -87,7 +87,6 @@ class _Call:
         return at_columns.to(self.device)
 
     def hidden(self) -> Float[Tensor, "batch position d_model"]:
-        """The input of the attention."""
         inputs = [*self.args[:1], *(self.kwargs[name] for name in _INPUTS if name in self.kwargs)]
         return inputs[0].detach()
 
@@ -357,7 +356,6 @@ def _at(call: _Call, value: Any) -> Any:
 
 
 def _require_sum(total: Tensor, expected: Tensor, what: str) -> None:
-    """Raise an error unless two tensors are equal up to rounding."""
     difference = relative_difference(total, expected)
     if not difference <= _limit(expected):
         raise ModelError(

@@ -132,7 +132,6 @@ class NativePass:
         return self._through(after_block(layer), output)
 
     def _unembed(self, head: Any, resid: Tensor) -> Any:
-        """The logits of the rows that a hook chooses."""
         return self._unembedded(head, self._through(UNEMBED, resid))
 
     def _attend(
@@ -201,7 +200,6 @@ def by_point(hooks: Sequence[Hook]) -> Mapping[str, list[HookFunction]]:
 
 
 def _is_added(act: Any) -> bool:
-    """Whether a hook can be added to the scores before the pass."""
     is_cut = isinstance(act, EdgeHook) and act.renormalize
     return is_cut and (act.factors is None or not act.factors.requires_grad)
 
@@ -260,7 +258,6 @@ def leaf_hook(leaves: list[Tensor]) -> Hook:
 
 
 def _has_padding(batch: PromptBatch) -> bool:
-    """Whether some of the columns that run are padding."""
     return not bool(batch.attention_mask[:, batch.first_query :].all())
 
 

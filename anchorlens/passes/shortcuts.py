@@ -72,7 +72,6 @@ def why_not_late(model: HookedModel, layer: int) -> str:
 
 @fact
 def weights_of_blocks(model: HookedModel) -> int:
-    """How many numbers the weights of all blocks have."""
     return sum(each.numel() for each in model.blocks.parameters())  # type: ignore[attr-defined]
 
 
