@@ -67,9 +67,8 @@ def require_separate_heads(model: HookedModel, layers: list[int]) -> None:
         raise ModelError(
             f"the outputs of single heads are not known in layers {wrong} of "
             f"{model.cfg.model_name}: {z_name(wrong[0])} does not exist, or does not hold the "
-            "output of each head by itself, as where a norm mixes heads before the output "
-            "projection. Choose other layers, or act on the whole output of the attention with a "
-            "hook of your own on hook_attn_out"
+            "output of each head by itself, as where a norm mixes them. Choose other layers, or "
+            "act on the whole attention with a hook of your own on hook_attn_out"
         )
 
 

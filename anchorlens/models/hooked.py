@@ -215,10 +215,9 @@ def refuse_folded_value_biases(model: Any) -> None:
     # Folded biases are zero where those of queries and keys are not.
     if _all_zero(model, "b_V") and not (_all_zero(model, "b_Q") and _all_zero(model, "b_K")):
         raise ModelError(
-            "the value biases of this model are folded into its output bias. This does not change "
-            "the logits (except with attention sinks), but changes values, outputs of heads, "
-            "saliency, re-weighting and every edit of the pattern after the softmax; load the "
-            "model with al.load_model, or with fold_value_biases=False "
+            "the value biases of this model are folded into its output bias, which changes values, "
+            "outputs of heads, saliency, re-weighting and every edit of the pattern after the "
+            "softmax; load the model with al.load_model, or with fold_value_biases=False "
             "(HookedTransformer.from_pretrained and enable_compatibility_mode take it)"
         )
 

@@ -76,19 +76,18 @@ def load_model(
     Weights stay as trained: nothing is folded or centred. Code that comes with them is never run.
 
     Args:
-        source: Name on the hub, local folder, ``.gguf`` file, or a loaded transformers model.
-            A loaded model becomes a part of the hooked model, even if an error is raised later:
-            pass a copy if you want to use it separately.
-        tokenizer: A tokenizer, or the name or folder of one. Required with a loaded model; by
-            default, the tokenizer stored with the weights.
-        device: ``"cuda"``, ``"mps"`` or ``"cpu"``. By default, the device that accelerate gave
-            this process, otherwise the first of the three that is available. A loaded model stays
-            on its device by default; if a device is named, it is copied there.
-        device_map: Spreads the layers over several devices, as in transformers: ``"auto"``,
-            ``"balanced"``, ``"balanced_low_0"``, ``"sequential"``, one device, or the device of
-            each module by its name. It takes the place of ``device``. All weights stay in memory:
-            for those on the disk pass a model that transformers loaded.
-        dtype: Type of the weights; by default, the type in which they are stored.
+        source: Name on the hub, local folder, ``.gguf`` file, or a loaded transformers model, which
+            becomes a part of the hooked model, even if an error is raised later: pass a copy if you
+            want to use it separately.
+        tokenizer: A tokenizer, or the name or folder of one; by default the one stored with the
+            weights. Required with a loaded model.
+        device: ``"cuda"``, ``"mps"`` or ``"cpu"``. By default the device that accelerate gave this
+            process, otherwise the first of the three that is available. A loaded model stays where
+            it is, or is copied to the device that is named.
+        device_map: In place of ``device``, spreads the layers over several, as in transformers:
+            ``"auto"``, ``"balanced"``, ``"balanced_low_0"``, ``"sequential"``, one device, or the
+            device of each module by its name. All weights stay in memory.
+        dtype: Type of the weights; by default that in which they are stored.
         revision: For a name on the hub a branch, tag or commit, such as a checkpoint of the
             training; it becomes a part of the model's name (``name@revision``).
 
@@ -97,12 +96,11 @@ def load_model(
         exactly where the tokenizer, as loaded, adds one.
 
     Raises:
-        ModelError: ``source`` is something else, such as a PeftModel or a compiled model; the model
-            or its tokenizer cannot be found or read, needs code of its own, or was made inside
-            ``torch.inference_mode``; its weights lack tensors or have tensors of another shape, a
-            device cannot be used or has too little memory, both ``device`` and ``device_map`` are
-            given, ``source`` has no revisions, TransformerLens does not know the architecture or
-            computes other logits than transformers, or its attention hooks cannot be made to act.
+        ModelError: The model or its tokenizer cannot be found or read, is of another kind (such as
+            a PeftModel or a compiled model), needs code of its own, was made inside
+            ``torch.inference_mode``, or has other weights than its configuration; a device cannot
+            be used, or an argument does not fit another; or TransformerLens does not know the
+            architecture, computes other logits than transformers, or its hooks cannot act.
 
     Examples:
         >>> model = al.load_model(folder, device="cpu")  # or "gpt2"
@@ -136,10 +134,9 @@ def prepare_model(model: Model) -> Model:
     """Make a hooked model's attention hooks act, and verify it in one tiny pass.
 
     Afterwards edits and gradients at ``blocks.L.attn.hook_attn_scores`` and ``hook_pattern`` act in
-    plain ``run_with_hooks``, also in hooks that you write. Each hook is called once a pass. Where a
-    ``TransformerBridge`` runs the attention of transformers and would call the hooks too late
-    (GPT-J, GPT-Neo, OPT and rarer architectures), the ``forward`` of that module is replaced.
-    Nothing else in the model is changed, and ``restore_model`` undoes it.
+    plain ``run_with_hooks``, also in hooks that you write, once a pass. Where a
+    ``TransformerBridge`` would call the hooks too late (GPT-J, GPT-Neo, OPT and rarer
+    architectures), the ``forward`` of the attention is replaced, until ``restore_model`` undoes it.
 
     One forward and backward over three tokens verifies for every layer that an edit of the scores
     reaches the pattern; that the pattern has the shape [batch, head, query, key], entries from 0 to
@@ -153,8 +150,7 @@ def prepare_model(model: Model) -> Model:
         The same model.
 
     Raises:
-        ModelError: The hooks cannot be made to act; the layers are named, and the model is as it
-            was.
+        ModelError: The hooks cannot be made to act; the model is as it was.
 
     Examples:
         >>> al.prepare_model(model) is model
@@ -362,7 +358,6 @@ def _refuse_missing_hooks(model: Any) -> None:
         raise ModelError(
             f"layers {closed or [*range(model.cfg.n_layers)]} of {name} have no attention pattern "
             "to hook: TransformerLens has no hook points of scores and pattern there. They are "
-            "layers of another kind, such as state-space layers, or attention that it leaves "
-            "closed; these analyses need a pattern in at least one layer, and in each with an "
-            "attention that TransformerLens opens"
+            "state-space layers, or attention that it leaves closed; these analyses need a pattern "
+            "in at least one layer, and in each whose attention TransformerLens opens"
         )

@@ -285,9 +285,8 @@ def device_or_map(
         except (TypeError, ValueError) as error:
             raise ModelError(
                 f"device_map={device_map!r} cannot be used: {error}. Give "
-                f"{', '.join(_DEVICE_MAPS)}, a "
-                "device, or a dictionary with the device of each module of the transformers model, "
-                "such as {'': 'cpu'}"
+                f"{', '.join(_DEVICE_MAPS)}, a device, or a dictionary with the device of each "
+                "module, such as {'': 'cpu'}"
             ) from error
     return device_map if isinstance(device_map, Mapping) else torch.device(device_map)
 
@@ -322,8 +321,7 @@ def _spread(weights: Any, device_map: Any) -> Any:
     except (RuntimeError, AssertionError, ValueError, TypeError, KeyError) as error:
         raise ModelError(
             f"device_map={device_map!r} cannot be used: {str(error).partition(chr(10))[0]}; give "
-            "'auto', or a dictionary with the device of each module of the transformers model, "
-            "such as {'': 'cpu'}"
+            "'auto', or a dictionary with the device of each module, such as {'': 'cpu'}"
         ) from error
     if outside := [name for name, each in result.named_parameters() if each.is_meta]:
         raise ModelError(

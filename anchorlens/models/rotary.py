@@ -34,10 +34,9 @@ def refuse_another_rotation(model: Any, cached: int, longest: int) -> None:
     if (switch := _switch_between(model, cached, longest)) is not None:
         raise PromptError(
             f"keys that were cached in a text of {cached} tokens cannot be used in a text of "
-            f"{longest}: in texts of more than {switch} tokens this model rotates the positions of "
-            "all tokens differently (longrope), so that the cached keys would be wrong; use texts "
-            "that stay on one side (other demonstrations, shorter queries, fewer tokens to write), "
-            "or whole prompts (al.run, al.target_logits)"
+            f"{longest}: in texts of more than {switch} tokens this model rotates all positions "
+            "differently (longrope); use texts on one side (other demonstrations, shorter queries, "
+            "fewer tokens to write), or whole prompts (al.run, al.target_logits)"
         )
 
 
@@ -45,10 +44,9 @@ def refuse_rotations_in_a_batch(model: Any, shortest: int, width: int) -> None:
     """Raise an error for prompts that would be rotated in another way than alone."""
     if (switch := _switch_between(model, shortest, width)) is not None:
         raise PromptError(
-            f"prompts of {shortest} and {width} tokens are in one batch, but if one is longer "
-            f"than {switch} tokens, this model rotates the positions of all prompts differently "
-            "(longrope), so that a prompt's numbers would depend on its batch; use batches of "
-            f"one prompt (batch_size=1), or {_SHORTER_PROMPTS}"
+            f"prompts of {shortest} and {width} tokens are in one batch, but if one is longer than "
+            f"{switch} tokens, this model rotates the positions of all differently (longrope); use "
+            f"batches of one prompt (batch_size=1), or {_SHORTER_PROMPTS}"
         )
     _refuse_dynamic(model, width)
 

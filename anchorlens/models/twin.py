@@ -69,22 +69,22 @@ class Twin:
         self._hooks = _count_of_hooks(held)
         try:
             self._make(model)
-        except _NoTwin as error:
+        except ModelError as error:
             self.why = str(error)
 
     def _make(self, model: Any) -> None:
         if not is_bridge(model):
-            raise _NoTwin("TransformerLens computes this model")
+            raise ModelError("TransformerLens computes this model")
         if config_of(model) is None or not hasattr(config_of(model), "_attn_implementation"):
-            raise _NoTwin("transformers does not compute this model")
+            raise ModelError("transformers does not compute this model")
         if getattr(model, "compatibility_mode", False):
-            raise _NoTwin("its weights are processed")
+            raise ModelError("its weights are processed")
         original = original_of(model)
         blocks = [block.original_component for block in model.blocks]
         attentions = {n: each.original_component for n, each in attentions_of(model).items()}
         head = head_of(model)
         if head is None or None in (*blocks, *attentions.values()):
-            raise _NoTwin("its blocks or its unembedding are not modules of transformers")
+            raise ModelError("its blocks or its unembedding are not modules of transformers")
         forwards: dict[int, Any] = {
             id(block): partial(self._run_block, layer) for layer, block in enumerate(blocks)
         }
@@ -110,7 +110,7 @@ class Twin:
             self._twins[id(module)] = ref(module)
             return module
         if "forward" in vars(module):
-            raise _NoTwin(f"another library replaced the forward of {type(module).__name__}")
+            raise ModelError(f"another library replaced the forward of {type(module).__name__}")
         made = object.__new__(type(module))
         self._twins[id(module)] = lambda: made
         names = dict.fromkeys(module._modules, None) | {
@@ -228,10 +228,6 @@ class _Copy:
             inner = {n: None if i is None else twins[i]() for n, i in self.children.items()}
             held.update(_modules=inner, _compiled_call_impl=None)
         held.update(self.values)
-
-
-class _NoTwin(Exception):
-    """Why a model has no twin."""
 
 
 def _unwrapped(module: nn.Module) -> nn.Module:
