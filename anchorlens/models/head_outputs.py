@@ -24,6 +24,7 @@ from .facts import fact
 from .hooked import (
     Hook,
     HookedModel,
+    at_known_points,
     attention_layers,
     attentions_of,
     hooks_by_layer,
@@ -81,15 +82,13 @@ def layers_that_mix(model: HookedModel) -> frozenset[int]:
         pattern.retain_grad()
         patterns[layer] = pattern
 
+    def detach(z: Tensor, hook: Any) -> Tensor:
+        return detached(z, model.cfg.n_heads, [0])
+
     names = [z_name(layer) for layer in range(model.cfg.n_layers)]
-    points = model.hook_dict  # made anew at each access
-    missing = {layer for layer, name in enumerate(names) if name not in points}
-    hooks: list[Hook] = [LEAF, *hooks_by_layer(model, pattern_name, store)]
-    hooks += [
-        (name, lambda z, hook: detached(z, model.cfg.n_heads, [0]))
-        for name in names
-        if name in points
-    ]
+    detaching = at_known_points(model, [(name, detach) for name in names])
+    missing = {n for n, name in enumerate(names) if (name, detach) not in detaching}
+    hooks = [LEAF, *hooks_by_layer(model, pattern_name, store), *detaching]
     with tiny_passes(model, hooks, gradients=True):
         small_loss(logits_of(model, tiny_tokens(model))).backward()
     mixed = {k for k, each in patterns.items() if each.grad is None or each.grad[:, 0].any()}
@@ -140,11 +139,9 @@ def layers_with_other_outputs(model: Any) -> dict[int, str]:
         *hooks_by_layer(model, values_name, values.__setitem__),
         *hooks_by_layer(model, "blocks.{}.hook_attn_out".format, append),
     ]
-    points = model.hook_dict  # made anew at each access
-    known = [hook for hook in hooks if hook[0] in points]
     attentions = attentions_of(model)
     of_modules = [(attention, partial(append, n)) for n, attention in attentions.items()]
-    with tiny_passes(model, known, of_modules):
+    with tiny_passes(model, at_known_points(model, hooks), of_modules):
         logits_of(model, tiny_tokens(model))
     reasons = {n: _reason(model, n, patterns.get(n), values.get(n), outputs[n]) for n in attentions}
     return {layer: reason for layer, reason in reasons.items() if reason}

@@ -163,6 +163,12 @@ def hooks_by_layer(
     return [(name(layer), partial(act, layer)) for layer in layers_with(model, name)]
 
 
+def at_known_points(model: HookedModel, hooks: Iterable[Hook]) -> list[Hook]:
+    """The hooks, named by their points, whose points the model has."""
+    points = model.hook_dict  # made anew at each access
+    return [hook for hook in hooks if hook[0] in points]
+
+
 def vocabulary_of(model: HookedModel) -> int:
     """The number of tokens that the model embeds; a bridge's cfg.d_vocab counts its tokenizer's."""
     return int(model.W_E.shape[0])

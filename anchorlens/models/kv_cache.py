@@ -90,11 +90,10 @@ class KeyValues:
 
     def before(self, position: int) -> "KeyValues":
         """The columns before a position alone; all of them if there are fewer."""
-        mask = self.attention_mask[:, :position]
-        keys, values = ([x[:, :, :position] for x in each] for each in (self.keys, self.values))
-        return KeyValues((*keys,), (*values,), mask, mask.sum(1), self.text_length)
+        first = self.columns(slice(position))
+        return replace(first, next_position=first.attention_mask.sum(1), graph=None)
 
-    def columns(self, selected: Bool[Tensor, " position"]) -> "KeyValues":
+    def columns(self, selected: Bool[Tensor, " position"] | slice) -> "KeyValues":
         """The selected columns alone, as computed with the other columns."""
         return replace(
             self,

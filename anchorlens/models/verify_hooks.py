@@ -19,6 +19,7 @@ from .facts import Facts, Operands, fact, hooks_on_operands, known_facts, state_
 from .hooked import (
     Hook,
     HookedModel,
+    at_known_points,
     attention_layers,
     attentions_of,
     dtype_of,
@@ -179,8 +180,7 @@ def _hooks_of(model: HookedModel, number: int, layer: _Layer, products: _Product
         (pattern_name(number), multiply_by_factor),
     ]
     names = [f"blocks.{number}.attn.{name}" for pair in QUERY_AND_KEY for name in pair]
-    points = model.hook_dict  # made anew at each access
-    return hooks + [store(name) for name in names if name in points]
+    return hooks + at_known_points(model, map(store, names))
 
 
 def _operands_of(layer: _Layer, n_heads: int) -> Operands | None:

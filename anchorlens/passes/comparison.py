@@ -16,6 +16,7 @@ from ..models.hooked import (
     Hook,
     HookedModel,
     after_block,
+    at_known_points,
     dtype_of,
     hooks_by_layer,
     is_of_low_precision,
@@ -47,12 +48,12 @@ def site_hooks(model: HookedModel, found: Sites, *, fused: bool = False) -> list
     def heads(what: str) -> Any:
         return lambda layer, heads: store(what, layer, heads.transpose(1, 2))
 
-    operands, points = facts_of(model).operands, model.hook_dict
+    operands = facts_of(model).operands
     named = hooks_by_layer(model, after_block, partial(store, "states"))
     named += [] if fused else hooks_by_layer(model, z_name, partial(store, "outputs"))
     for what, of_keys in (("queries", False), ("keys", True)):
         named += hooks_on_operands(operands, heads(what), of_keys=of_keys)
-    return [hook for hook in named if hook[0] in points]
+    return at_known_points(model, named)
 
 
 class Shown:

@@ -36,8 +36,7 @@ from .blocks import BlockRuns, Checkpoints, Start, Starts
 from .continuations import log_probs_after
 from .loss_checks import continuations_of, refuse_other_losses, targets_of
 from .losses import LossOfBatch, WordCrossEntropy, columns_of
-from .running import UNEMBED, Inside, leaf_hook, running
-from .twin_for import twin_for
+from .running import UNEMBED, Inside, leaf_hook, running, twin_for
 
 
 @dataclass(frozen=True, eq=False)

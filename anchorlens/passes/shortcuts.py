@@ -35,8 +35,8 @@ from ..prompts.batch import PromptBatch
 from .comparison import TOLERANCE, Shown, reason_of, tolerance, why_unlike
 from .forward import any_loss, run_pass, run_prefix
 from .fused_attention import run_fused
+from .running import why_not_native
 from .shared_prefix import shared_tokens
-from .twin_for import why_not_native
 
 _SHORT = 64  # tokens of a pass whose stored bytes are counted; twice as many run too
 

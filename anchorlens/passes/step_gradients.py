@@ -18,9 +18,8 @@ from torch.nn.functional import cross_entropy
 
 from ..errors import NotFiniteError
 from ..models.hooked import (
-    Hook,
     HookedModel,
-    HookFunction,
+    at_known_points,
     hooks_by_layer,
     pattern_name,
     refuse_folded_value_biases,
@@ -62,15 +61,25 @@ def step_gradients(
         columns, _ = columns_of(positions)
         selected: list[Tensor] = []
         following = batch.tokens.gather(1, columns + 1)[0]
+        name, select = rows_hook(model, columns)
+
+        def select_and_store(resid: Tensor, hook: Any) -> Tensor | None:
+            selected.append(select(resid, hook=hook))  # type: ignore[arg-type]
+            return selected[0]
+
+        def store_output(layer: int, output: Tensor, hook: Any) -> Tensor:
+            # A bridge shows its hooks a copy, and goes on with the original unless one returns it.
+            outputs[layer] = output.view_as(output)
+            return outputs[layer]
+
         observers = [
             *hooks_by_layer(model, pattern_name, patterns.__setitem__),
-            *_at_known_points(model, hooks_by_layer(model, values_name, values.__setitem__)),
+            *at_known_points(model, hooks_by_layer(model, values_name, values.__setitem__)),
         ]
-        changes = _at_known_points(model, _outputs_in_the_graph(model, outputs))
-        described = Pass(model, batch, changes, observers)
+        at_outputs = ((z_name(layer), partial(store_output, layer)) for layer in layers)
+        described = Pass(model, batch, at_known_points(model, at_outputs), observers)
         described.check()
-        last = [_storing(*rows_hook(model, columns), selected)]
-        acting = Acting(described, [leaf_hook([])], last)
+        acting = Acting(described, [leaf_hook([])], [(name, select_and_store)])
         with acting.inside:
             logits = acting.outputs()[0][0]
         logits = wide(logits)
@@ -97,34 +106,6 @@ def step_gradients(
                     slope = route.of_pattern(layer, gradients[layer][row])
                     use(step, layer, patterns[layer].detach(), slope)
     return losses.detach().cpu(), route.name
-
-
-def _storing(name: Any, act: HookFunction, tensors: list[Tensor]) -> Hook:
-    """The same hook, whose results are stored too."""
-
-    def act_and_store(tensor: Tensor, hook: Any) -> Tensor | None:
-        tensors.append(act(tensor, hook=hook))  # type: ignore[arg-type]
-        return tensors[-1]
-
-    return name, act_and_store
-
-
-def _at_known_points(model: HookedModel, hooks: list[Hook]) -> list[Hook]:
-    points = model.hook_dict  # made anew at each access
-    return [hook for hook in hooks if hook[0] in points]
-
-
-def _outputs_in_the_graph(model: HookedModel, outputs: dict[int, Tensor]) -> list[Hook]:
-    """Hooks that store the outputs of heads, and return them.
-
-    A bridge shows its hooks a copy and goes on with the original unless a hook returns something.
-    """
-
-    def store(layer: int, output: Tensor, hook: Any) -> Tensor:
-        outputs[layer] = output.view_as(output)
-        return outputs[layer]
-
-    return [(z_name(layer), partial(store, layer)) for layer in range(model.cfg.n_layers)]
 
 
 @dataclass(frozen=True, eq=False)

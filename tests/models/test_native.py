@@ -18,10 +18,9 @@ from anchorlens.models.head_outputs import layers_that_mix
 from anchorlens.models.hooked import Hook, pattern_name, z_name
 from anchorlens.models.replaced_attention import Terms, mask_of
 from anchorlens.models.twin import twin_of
-from anchorlens.passes import twin_for as choice
+from anchorlens.passes import running as choice
 from anchorlens.passes.forward import run_pass
-from anchorlens.passes.running import Inside, NativePass
-from anchorlens.passes.twin_for import of_one_run, twin_for, why_not_native
+from anchorlens.passes.running import Inside, NativePass, of_one_run, twin_for, why_not_native
 from tests.models.test_matrix import bridge, processed_bridge
 from tests.references.architectures import ALL, BY_NAME
 from tests.references.comparison import batch_of, precise, tokenizer, weights_of
