@@ -13,7 +13,6 @@ from torch import Tensor
 from ..errors import ModelError
 from ..models.facts import facts_of, hooks_on_operands
 from ..models.hooked import (
-    Hook,
     HookedModel,
     after_block,
     at_known_points,
@@ -35,26 +34,6 @@ _OF_SALIENCY = 1e-4  # of the largest saliency in its layer
 # layers add up, so that only another scale is told from it.
 _READ, _LOW_READ = 1e-4, 0.5
 
-# What a pass shows at a site of a layer, by both: [batch, column, width].
-Sites = dict[tuple[str, int], Float[Tensor, "batch _ _"]]
-
-
-def site_hooks(model: HookedModel, found: Sites, *, fused: bool = False) -> list[Hook]:
-    """Hooks that store what questions read at positions, in each layer."""
-
-    def store(what: str, layer: int, states: Tensor) -> None:
-        found[what, layer] = wide(states.detach().flatten(2))
-
-    def heads(what: str) -> Any:
-        return lambda layer, heads: store(what, layer, heads.transpose(1, 2))
-
-    operands = facts_of(model).operands
-    named = hooks_by_layer(model, after_block, partial(store, "states"))
-    named += [] if fused else hooks_by_layer(model, z_name, partial(store, "outputs"))
-    for what, of_keys in (("queries", False), ("keys", True)):
-        named += hooks_on_operands(operands, heads(what), of_keys=of_keys)
-    return at_known_points(model, named)
-
 
 class Shown:
     """What a pass over tiny prompts shows to its hooks, and returns."""
@@ -62,13 +41,25 @@ class Shown:
     logits: Float[Tensor, "_ vocab"]
 
     def __init__(self, model: HookedModel, *, fused: bool = False) -> None:
-        # A and A * dL/dA of each layer, [batch, head, query, key], and what questions read.
+        # A and A * dL/dA of each layer, [batch, head, query, key].
         self.patterns, self.products = dict[int, Tensor](), dict[int, Tensor]()
-        self.sites = Sites()
-        self.reads = site_hooks(model, self.sites, fused=fused)
+        # What questions read, by what it is and the layer, [batch, column, width].
+        self.sites = dict[tuple[str, int], Tensor]()
+        reads = hooks_by_layer(model, after_block, partial(self._read, "states"))
+        reads += [] if fused else hooks_by_layer(model, z_name, partial(self._read, "outputs"))
+        for what, of_keys in (("queries", False), ("keys", True)):
+            read = partial(self._read_heads, what)
+            reads += hooks_on_operands(facts_of(model).operands, read, of_keys=of_keys)
+        self.reads = at_known_points(model, reads)
         forward = [*hooks_by_layer(model, pattern_name, self._store), *self.reads]
         backward = hooks_by_layer(model, pattern_name, self._multiply)
         self.options: dict[str, Any] = {"observers": forward, "backward_hooks": backward}
+
+    def _read(self, what: str, layer: int, states: Tensor) -> None:
+        self.sites[what, layer] = wide(states.detach().flatten(2))
+
+    def _read_heads(self, what: str, layer: int, heads: Tensor) -> None:
+        self._read(what, layer, heads.transpose(1, 2))
 
     def _store(self, layer: int, pattern: Tensor) -> None:
         if layer in self.patterns:
@@ -139,8 +130,7 @@ def why_not_equal(
     what: str, limit: float, *pairs: tuple[Tensor, Tensor], whole: str = "prompts"
 ) -> str:
     """Why numbers are not those of whole prompts or patterns; empty if it is only rounding."""
-    difference = _largest([*pairs])
-    if difference <= limit:
+    if (difference := _largest([*pairs])) <= limit:
         return ""
     return f"{what} differ by {difference:.1e} of the largest from those of whole {whole}"
 

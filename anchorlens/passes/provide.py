@@ -7,7 +7,7 @@
    also of whole patterns (``Observation._row_hooks``). All else is observed at its hook points.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache, partial
 from math import lcm
@@ -76,20 +76,12 @@ class Observation:
     """What a question observes in a pass over a batch, after what was observed in shared tokens.
 
     Args:
-        model: The model, or for caches that came without it what has its numbers of layers and
-            heads.
+        model: The model, or for caches that came without it its numbers of layers and heads.
         question: What reads.
         whole: Whole prompts.
         columns: Those that the pass runs; all by default.
         before: What was observed in shared tokens.
         trusted: Set when a batch has shown that no code of a user edits what it gets.
-
-    Attributes:
-        needs_gradient: Whether it needs a backward pass.
-        hooks: Forward hooks, which change nothing; with patterns cut into rows.
-        backward_hooks: Hooks on the gradients of hook points' outputs.
-        of_rows: What gets rows of A and dL/dA.
-        beside: What observes at other hook points.
     """
 
     def __init__(
@@ -113,23 +105,19 @@ class Observation:
         }
         observers, self._needs = [*self._observers.values()], needs_of(self.reads)
         self.needs_gradient = SLOPE in self._needs
-        self.of_rows = [each for each in observers if each.takes_rows]
-        self.beside = [each for each in observers if not each.takes_rows]
+        self.of_rows = [each for each in observers if each.takes_rows]  # of A and dL/dA
+        self.beside = [each for each in observers if not each.takes_rows]  # at other hook points
         hooks, slopes = self._row_hooks()
         self.hooks = [*hooks, *(hook for each in self.beside for hook in each.hooks)]
         self.backward_hooks = [*slopes, *(h for each in self.beside for h in each.backward_hooks)]
         if before is not None:
             for name, read in self.reads.items():
-                if SLOPE in self._observers[name].needs:  # which comes again with each batch
+                if SLOPE in read.needs:  # which comes again with each batch
                     before._observers[name].begin(read)
 
     @classmethod
     def of_shared(
-        cls,
-        model: HookedModel,
-        question: Reader,
-        batch: PromptBatch,
-        trusted: Event | None = None,
+        cls, model: HookedModel, question: Reader, batch: PromptBatch, trusted: Event | None = None
     ) -> "Observation":
         """What a question observes in the tokens before a batch, once for all prompts of a set."""
         one, columns = batch.whole().prompt(0), slice(0, batch.first_query)
@@ -224,9 +212,7 @@ class Observation:
             ours = self._observers[name]
             theirs = None if self.before is None else self.before._observers[name]
             found[name] = ours.found() if theirs is None else ours.after(theirs, len(logits))
-            both = [each.dtype() for each in (ours, theirs) if each is not None]
-            known = [dtype for dtype in both if dtype is not None]
-            if known:
+            if known := {*ours.dtypes, *(() if theirs is None else theirs.dtypes)}:
                 dtypes[name] = max(known, key=lambda dtype: torch.finfo(dtype).eps)
         clean = None if clean is None else clean.clone()
         return Seen(self.reads, found, dtypes, logits.clone(), clean, int(self.model.cfg.n_heads))
@@ -267,6 +253,7 @@ class Observer:
     runs_user_code = False  # which may edit what it gets
     hooks: Sequence[Hook] = ()  # at other hook points
     backward_hooks: Sequence[Hook] = ()
+    dtypes: Collection[torch.dtype] = ()  # in which the model had the numbers
 
     def __init__(self, of: Observation, read: Any) -> None:
         self.model, self.owner, self.batch = of.model, of.question.name, of.whole
@@ -289,14 +276,8 @@ class Observer:
 
     def after(self, shared: "Observer", count: int) -> Any:
         """What was observed in shared tokens and after them, for ``count`` prompts."""
-        before, after = shared.found(), self.found()
-        if before is None or after is None:
-            return after if before is None else before.expand(count, *before.shape[1:])
-        return before.expand(count, *before.shape[1:]).double() + after.double()
-
-    def dtype(self) -> torch.dtype | None:
-        """The type in which the model had the numbers; of several the coarsest."""
-        return None
+        before = shared.found()
+        return before.expand(count, *before.shape[1:]).double() + self.found().double()
 
 
 class HooksObserver(Observer):
@@ -391,7 +372,7 @@ class AtObserver(Observer):
         self._read, self._length, columns = read, self.batch.tokens.shape[1], of.columns
         self._rows: dict[torch.device, Tensor] = {}
         self._places: dict[Any, _Places | None] = {}  # the same for all layers of a device
-        self._dtypes: set[torch.dtype] = set()
+        self.dtypes: set[torch.dtype] = set()
         queries, keys = read.columns(self.batch, self.owner)
         inside = (queries >= columns.start) & (queries < columns.stop)
         self.places = inside[0].nonzero().flatten()  # the same in all prompts, see ``begins_as``
@@ -434,7 +415,7 @@ class AtObserver(Observer):
         self._of_layers[layer] = chosen
 
     def _add_states(self, layer: int, states: Tensor, hook: Any = None) -> None:
-        self._dtypes.add(states.dtype)
+        self.dtypes.add(states.dtype)
         if states.device not in self._rows:
             self._rows[states.device] = sent(self._queries - self._stop, states.device)
         # Keys of a cache may stand before those of the columns that run.
@@ -452,7 +433,7 @@ class AtObserver(Observer):
         if (places := self._places[key]) is None:
             return
         table = slope if self._read.what == SLOPE else a
-        self._dtypes.add(table.dtype)
+        self.dtypes.add(table.dtype)
         numbers = places.numbers(table.detach())
         if table is slope:
             numbers = numbers * (places.numbers(a) != 0)
@@ -470,25 +451,19 @@ class AtObserver(Observer):
 
     def after(self, shared: Observer, count: int) -> Any:
         before, after = shared.found(), self.found()
-        if before is not None and self._read.what in (PATTERN, SLOPE) and self._read.keys is None:
+        if before is None:
+            return after
+        if self._read.what in (PATTERN, SLOPE) and self._read.keys is None:
             # The prompt whose columns they were may be shorter or longer than those here.
-            wider = self._length - before.shape[-1]
-            before = torch.nn.functional.pad(before, (0, wider))
-        if before is None or after is None:
-            return after if before is None else before.expand(count, *before.shape[1:])
+            before = torch.nn.functional.pad(before, (0, self._length - before.shape[-1]))
+        before = before.expand(count, *before.shape[1:])
+        if after is None:
+            return before
         # Shared columns are before all others of a prompt, but may be named in any order.
         assert isinstance(shared, AtObserver)
         order = torch.cat([shared.places, self.places]).argsort()
-        both = torch.cat([before.expand(count, *before.shape[1:]), after], dim=self._axis)
-        return both.index_select(self._axis, order)
-
-    @property
-    def _axis(self) -> int:
-        """Where the chosen positions are: [batch, layer, (head,) chosen, ...]."""
-        return 3 if self.needs else 2
-
-    def dtype(self) -> torch.dtype | None:
-        return max(self._dtypes, key=lambda dtype: torch.finfo(dtype).eps, default=None)
+        axis = 3 if self.needs else 2  # of [batch, layer, (head,) chosen, ...]
+        return torch.cat([before, after], dim=axis).index_select(axis, order)
 
 
 def _operands(model: HookedModel, owner: str) -> list[Operands]:
