@@ -1,11 +1,9 @@
 """What is known of a model, found once: no run tries it again.
 
-1. ``prepare_model`` finds in tiny passes what every run needs, and keeps it here (``Facts``).
-2. All else is a function of the model alone, marked with ``fact``: its tiny passes run when it is
-   asked for the first time.
-3. A model that was moved to another type or got other modules is prepared again, and all facts are
-   found again.
-4. A model of the same architecture with other weights takes over the facts (``take_over``).
+1. ``prepare_model`` finds in tiny passes what every run needs, and keeps it here (``Facts``). All
+   else is a function of the model alone, marked with ``fact``, which runs once.
+2. A model that was moved to another type or got other modules is prepared again, and its facts are
+   found again. One of the same architecture with other weights takes them over (``take_over``).
 """
 
 from collections.abc import Callable, Sequence

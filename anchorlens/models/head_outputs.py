@@ -5,9 +5,8 @@ weighs it, is its values times W_O.
 
 A norm may follow. ``norm(alpha u) = norm(u)`` for every alpha above 0, so that a pattern that is
 scaled as a whole changes nothing there: ``F(alpha A) = F(A)``. With the divisor of a clean pass the
-norm is a linear function, and ``norm(alpha u) = alpha norm(u)``. A tiny pass tells it, and not the
-name of a norm or where it is called: that of OPT-350m follows the attention, but gets the residual
-stream too, and takes no scale away.
+norm is a linear function, and ``norm(alpha u) = alpha norm(u)``. A tiny pass tells it: the norm of
+OPT-350m follows the attention, but gets the residual stream too, and takes no scale away.
 """
 
 from collections.abc import Iterable, Sequence

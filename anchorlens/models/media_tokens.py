@@ -1,8 +1,7 @@
 """Tokens that stand for an image, a sound or a video, and what a model takes for those of images.
 
 A multimodal model replaces their embeddings by those of the image. Without it, every number would
-be that of another input. What the model takes beside tokens and masks is given in one place,
-``inputs_of_images``.
+be that of another input. What the model takes for it is in ``inputs_of_images`` alone.
 """
 
 import re

@@ -4,13 +4,10 @@ A ``TransformerBridge`` rebuilds the attention of most architectures step by ste
 points inside the computation. For some architectures transformers computes the attention, and the
 bridge calls the hook points afterwards, when an edit changes nothing. This file replaces the
 ``forward`` of such a module: while it runs, the arguments and results of two functions (softmax and
-matrix product) pass through the hook points. The arithmetic stays that of transformers, with its
-scaling, soft caps and masks. The attention interface of transformers would need a copy of the
-arithmetic for each architecture, and a global registration.
+matrix product) pass through the hook points. The arithmetic stays that of transformers.
 
-From version 5.24 on, transformers gives the key-value cache to an attention as ``cache``. Attention
-that the bridge rebuilds knows only the former name, and would store nothing. ``pass_cache`` gives
-it the cache under that name.
+From version 5.24 on, transformers gives the key-value cache to an attention as ``cache``, which
+attention that the bridge rebuilds does not know: it would store nothing. ``pass_cache`` renames it.
 
 The cache keeps no keys that are beyond the window of a layer, so that the shape of a pattern does
 not tell how many tokens ran. Hooks inside the attention find it out (``tokens_run``).

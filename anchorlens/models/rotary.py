@@ -1,14 +1,10 @@
 """Rotary embeddings that depend on the length of a text: which lengths rotate alike.
 
-Most models rotate a token by its position alone. Two kinds also look at the length of the text:
-
 1. longrope (Phi-3 with long contexts): above a number of tokens, all positions are rotated with
-   other frequencies.
+   other frequencies. So no text on the other side of the switch can continue a cached token, and
+   prompts of both sides cannot share a batch.
 2. dynamic NTK: from the length of the configuration on, the frequencies follow the longest text
    that the model ran, also in earlier passes. There no number belongs to a text alone.
-
-So a cached token cannot be continued by a text on the other side of the switch, and prompts of
-both sides cannot share a batch.
 """
 
 from collections.abc import Iterator, Mapping

@@ -1,8 +1,7 @@
 """How the block of a layer runs in a pass, natively or in the hooked model.
 
 1. A pass may begin in a later layer, whose input an earlier pass stored: the blocks before it give
-   that out. So a pass in which only the last layers differ costs only those layers.
-   (``start_at_layer`` of a ``TransformerBridge`` runs the others and discards what they give.)
+   that out. (``start_at_layer`` of a ``TransformerBridge`` runs them and discards what they give.)
 2. A block may store only its input, and run again when the backward pass reaches it, in
    ``torch.utils.checkpoint``. Observers are called once, in the second of the two runs, just before
    the gradient needs the block's tensors. The output of the second run is compared with the first.

@@ -46,27 +46,19 @@ _INPUTS = ("hidden_states", "query_input", "key_input", "value_input")
 
 @dataclass(frozen=True, eq=False)
 class ResidualParts:
-    """Queries, keys and values of some heads at some positions, as sums of parts.
+    """Queries, keys and values of some heads at some positions, as sums of parts."""
 
-    Attributes:
-        layers: What each part is of: 0 the embedding, 2 n + 1 the attention of layer n (all of it;
-            or each head, then what is of no head), 2 n + 2 its MLP, and the last the biases.
-        queries: What each part gives to the queries, in the unit of scores.
-        keys: What each part gives to the keys.
-        values: What each part gives to the values.
-        pattern: The attention of these queries to these keys.
-        directions: How much the output of each head at the first query adds to the logit of its
-            answer, minus the mean of the others: a vector; None where this is not known.
-        unknown: Why it is not.
-    """
-
+    # Of what each part is: 0 the embedding, 2 n + 1 the attention of layer n (all of it; or each
+    # head, then what is of no head), 2 n + 2 its MLP, and the last the biases.
     layers: Sequence[int]
-    queries: Float[Tensor, "part batch head query d_head"]
+    queries: Float[Tensor, "part batch head query d_head"]  # in the unit of scores
     keys: Float[Tensor, "part batch head key d_head"]
     values: Float[Tensor, "part batch head key d_value"]
     pattern: Float[Tensor, "batch head query key"]
+    # How much the output of each head at the first query adds to the logit of its answer, minus the
+    # mean of the others.
     directions: Float[Tensor, "batch head d_value"] | None
-    unknown: str
+    unknown: str  # why there are no directions
 
 
 @dataclass

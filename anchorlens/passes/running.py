@@ -1,10 +1,9 @@
 """What runs a pass: the hooked model with hooks at its points, or its twin of transformers.
 
 The twin runs where nothing of the user acts in the model, the hooks of the pass are those of this
-package, and it is known to give the same numbers (``why_not_native``): two prompts of twelve tokens
-run on both, with windows and chunks of three tokens, and their logits, A * dL/dA of each edge, and
-what questions read at positions differ by rounding alone. In low precision rounding looks like an
-effect, so that the passes of a run are all native, or all have hooks (runs/way.py).
+package, and it is known to give the same numbers (``why_not_native``), by tiny passes as in
+shortcuts.py. In low precision rounding looks like an effect, so that the passes of a run are all
+native, or all have hooks (runs/way.py).
 
 The attention of a twin calls the hooks:
 

@@ -1,11 +1,10 @@
 """Which shortcuts have the numbers of whole prompts: facts of a model, each found once.
 
 1. Two prompts of twelve tokens run whole, and again with the shortcut: after ten shared tokens, or
-   with a fused attention.
-2. Sliding windows and chunks have three tokens meanwhile, so that these prompts go beyond them.
-3. A shortcut is taken if logits, A * dL/dA of each edge, and what questions read at positions,
+   with a fused attention. Windows have three tokens meanwhile, so that the prompts go beyond them.
+2. A shortcut is taken if logits, A * dL/dA of each edge, and what questions read at positions,
    differ by rounding alone.
-4. Whether shared tokens can run with a fused attention, and in which layers a pass can begin,
+3. Whether shared tokens can run with a fused attention, and in which layers a pass can begin,
    follows from the keys and values that are stored.
 """
 
