@@ -69,10 +69,7 @@ def run_sent(run: Callable[..., Tensor], model: Any, tokens: Tensor, **inputs: A
 
 
 def devices_of_layers(model: Any) -> list[torch.device]:
-    first = device_of(model)
-    devices = [next(iter(block.parameters())).device for block in model.blocks]
-    # Weights that accelerate brings to the device of the model when they are needed.
-    return [first if device.type == "meta" else torch.device(device) for device in devices]
+    return [device_of(block) for block in model.blocks]
 
 
 def dtype_of(model: Any) -> torch.dtype:

@@ -42,6 +42,8 @@ _UNUSED = re.compile(
 )
 _HUB_NAME = re.compile(r"[\w.-]+(/[\w.-]+)?")
 _PART = re.compile(r"-\d{5}-of-(\d{5})\.gguf$")
+# Code of a folder or of the hub is never run. Without this option transformers asks.
+_OPTIONS: dict[str, Any] = {"trust_remote_code": False}
 _NO_HUB = ". If no hub can be reached, give a local folder or a .gguf file (source=)"
 
 
@@ -120,8 +122,7 @@ def read_tokenizer(tokenizer: Any) -> Any:
         )
         failed = f"tokenizer={name!r} cannot be read as a tokenizer"
         with _reading(name, failed, cure), warnings_of_transformers(), parsed_once(name):
-            options: dict[str, Any] = {"trust_remote_code": False}
-            source, options = _source(name) if name.endswith(".gguf") else (name, options)
+            source, options = _source(name) if name.endswith(".gguf") else (name, dict(_OPTIONS))
             return _tokenizer_of(name, source, options)
     if tokenizer is not None and not isinstance(tokenizer, PreTrainedTokenizerBase):
         inner = getattr(tokenizer, "tokenizer", None)
@@ -158,9 +159,7 @@ def _tokenizer_of(name: str, source: str, options: dict[str, Any]) -> Any:
 
 def _source(name: str) -> tuple[str, dict[str, Any]]:
     """What transformers reads, a hub name or a folder, and the options of every reading."""
-    # Code of a folder or of the hub is never run. Without this option transformers asks.
-    options: dict[str, Any] = {"trust_remote_code": False}
-    path = Path(name)
+    path, options = Path(name), dict(_OPTIONS)
     if name.endswith(".gguf"):
         refuse_no_file(name)
         return str(path.parent), options | {"gguf_file": path.name}

@@ -47,8 +47,8 @@ class Starts:
 class Checkpoints:
     """The state of the blocks in one pass."""
 
-    running_first: bool = False  # a block, whose tensors are then discarded
-    running_again: bool = False  # a block, for its gradient
+    # Whether a block runs again, for its gradient, or first, so that its tensors are discarded.
+    again: bool | None = None
     times: dict[int, int] = field(default_factory=dict)  # that each block has run again
 
     def observers(self, hooks: Sequence[Hook]) -> list[Hook]:
@@ -59,21 +59,20 @@ class Checkpoints:
         return [(name, partial(self._observe, observer)) for name, observer in hooks]
 
     def _observe(self, observer: Callable[..., Any], tensor: Tensor, hook: Any) -> Any:
-        if self.running_first:
+        if self.again is False:
             return None
-        return observer(tensor.detach() if self.running_again else tensor, hook=hook)
+        return observer(tensor.detach() if self.again else tensor, hook=hook)
 
     def run(self, layer: int, forward: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
         """The output of a block, which runs again when the gradient reaches it."""
         first: list[Tensor] = []  # its output, which the next block stores anyway
 
         def run(*args: Any, **kwargs: Any) -> Any:
-            again = bool(first)
-            self.running_first, self.running_again = not again, again
+            again = self.again = bool(first)
             try:
                 output = forward(*args, **kwargs)
             finally:
-                self.running_first = self.running_again = False
+                self.again = None
             resid = (output[0] if isinstance(output, tuple) else output).detach()
             if again:
                 self.times[layer] = self.times.get(layer, 0) + 1
@@ -116,25 +115,23 @@ class BlockRuns:
     def inside(self, model: Any) -> Iterator[None]:
         """Inside, the blocks of a hooked model run so."""
 
-        def forgetting(block: Any) -> Callable[..., Any]:
-            forward = block.forward
-
-            def run(*args: Any, **kwargs: Any) -> Any:
-                try:
-                    return forward(*args, **kwargs)
-                finally:  # otherwise a pattern is stored longer than the block runs
-                    attention = vars(getattr(block, "attn", block))
-                    if attention.get("_pattern") is not None:
-                        attention["_pattern"] = None
-
-            return run
-
         def method_of(layer: int, block: Any) -> Callable[..., Any]:
-            forward = block.forward if self.checkpoints is None else forgetting(block)
-            return partial(self.run, layer, forward)
+            forward = block.forward
+            run = forward if self.checkpoints is None else partial(_forgetting, block, forward)
+            return partial(self.run, layer, run)
 
         with replaced_methods(model.blocks, "forward", method_of):
             yield
+
+
+def _forgetting(block: Any, forward: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
+    """Run a block, whose last pattern would be stored longer than it runs."""
+    try:
+        return forward(*args, **kwargs)
+    finally:
+        attention = vars(getattr(block, "attn", block))
+        if attention.get("_pattern") is not None:
+            attention["_pattern"] = None
 
 
 def _require_same(layer: int, expected: Tensor, output: Tensor) -> None:

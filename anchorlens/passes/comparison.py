@@ -110,11 +110,6 @@ def tolerance(model: HookedModel, roundings: int = 16) -> float:
     return max(TOLERANCE, roundings * torch.finfo(dtype_of(model)).eps)
 
 
-def difference_of(got: Tensor, expected: Tensor) -> float:
-    """Largest difference, as a share of the largest number; infinite where it is no number."""
-    return _largest([(got, expected)])
-
-
 def _largest(pairs: list[tuple[Tensor, Tensor]]) -> float:
     """The largest of differences, each as a share of the largest number that is expected."""
     # Read at once, because Python waits for a GPU at each.
