@@ -74,23 +74,17 @@ class DetachedHeads(BatchHook):
 
 @dataclass(frozen=True, eq=False, repr=False)
 class EdgeHook(BatchHook):
-    """Cuts edges of the attention, or multiplies the attention along them.
+    """Cuts edges of the attention, or multiplies the attention along them."""
 
-    Attributes:
-        edges: The edges between all positions of the prompts. The last query of the attention is
-            the last position, also where the keys of the first tokens are cached.
-        renormalize: Whether it acts on the scores before the softmax, or on the pattern after it.
-        heads: The heads in which it acts; None for all heads.
-        factors: The factor of each head of the model; None cuts.
-        written: The edges of which those of tokens written after the prompts follow: the same, or
-            of the longer text for which they were given. None where they cannot be known.
-    """
-
+    # Between all positions of the prompts. The last query of the attention is the last position,
+    # also where the keys of the first tokens are cached.
     edges: EdgeSet
     tokens: Int[Tensor, "batch position"]
-    renormalize: bool = True
-    heads: tuple[int, ...] | None = None
-    factors: Float[Tensor, " head"] | None = None
+    renormalize: bool = True  # acts on the scores before the softmax, else on the pattern after it
+    heads: tuple[int, ...] | None = None  # in which it acts; None for all
+    factors: Float[Tensor, " head"] | None = None  # of each head of the model; None cuts
+    # The edges of which those of tokens written after the prompts follow: the same, or of the
+    # longer text for which they were given. None where they cannot be known.
     written: EdgeSet | None = None
 
     def __call__(self, tensor: Attention, hook: Any) -> Attention:

@@ -153,10 +153,13 @@ def hooks_by_layer(
     model: HookedModel, name: Callable[[int], str], observe: Callable[[int, Tensor], Any]
 ) -> list[Hook]:
     """A hook for every layer with the point that passes its number and tensor to ``observe``."""
+    return hooks_in_layers(model, name, lambda layer, tensor, hook: observe(layer, tensor))
 
-    def act(layer: int, tensor: Tensor, hook: Any) -> None:
-        observe(layer, tensor)
 
+def hooks_in_layers(
+    model: Any, name: Callable[[int], str], act: Callable[[int, Tensor, Any], Any]
+) -> list[Hook]:
+    """The same, but ``act`` itself is called, which takes the hook: for hooks that run often."""
     return [(name(layer), partial(act, layer)) for layer in layers_with(model, name)]
 
 

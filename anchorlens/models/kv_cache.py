@@ -4,7 +4,7 @@ A cache has an entry for each layer that computes keys and values. Mostly these 
 last layers of Gemma 4 E2B and E4B read the entries of earlier layers.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -13,11 +13,16 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from ..errors import ModelError
+from ..prompts.batch import PromptBatch, only_set
 from ..system.arguments import checked
+from ..system.free_memory import free_for_layers
+from .batch_hooks import TargetHook, in_leading_tokens
 from .facts import known_facts
-from .hooked import HookedModel, HookFunction, devices_of_layers
+from .hooked import Hook, HookedModel, HookFunction, devices_of_layers
 from .kinds import inputs_with_cache, pairs_in
 from .rotary import refuse_another_rotation
+
+CLEAN = "clean"  # the key of a pass without hooks
 
 Entries = tuple[Float[Tensor, "batch _ position _"], ...]  # of keys or values
 
@@ -183,3 +188,42 @@ def keys_and_values(cache: Any, length: int) -> tuple[Entries, Entries]:
         raise ModelError("the model takes no key-value cache, or stores only a part of it")
     keys, values = zip(*pairs, strict=True)
     return keys, values
+
+
+def shared_tokens(batch: PromptBatch) -> PromptBatch:
+    """The tokens before a batch after a prefix, as one prompt."""
+    return batch.whole().prompt(0).before(batch.first_query)
+
+
+class SharedPrefixes:
+    """Keys and values of shared tokens, computed once for each change in the last set."""
+
+    def __init__(self, model: HookedModel, run: Callable[..., KeyValues]) -> None:
+        self.model, self._run = model, run
+        # By the key of what acts: what acted, and the keys and values.
+        self.stored: dict[Hashable, tuple[Sequence[Hook], KeyValues]] = {}
+        self._set: int | None = None  # to which all of them belong
+
+    def of(
+        self, batch: PromptBatch, key: Hashable, acting: Sequence[Hook]
+    ) -> tuple[Sequence[Hook], KeyValues]:
+        """The hooks that act in the tokens before a batch, and the keys and values there.
+
+        They are stored under a ``key`` that gives the same hooks for each batch; None stores none.
+        """
+        set_id = only_set(batch)
+        if set_id != self._set:
+            self.stored.clear()
+        self._set = set_id
+        if all(isinstance(act, TargetHook) for _, act in acting):
+            key = CLEAN  # in the shared tokens all such changes are the clean run
+        if key in self.stored:
+            return self.stored[key]
+        leading = in_leading_tokens(acting, batch.first_query)
+        prefix = self._run(self.model, shared_tokens(batch), hooks=leading)
+        # A sweep has a prefix for each site and each random control. Those of long prompts can take
+        # more memory than the passes.
+        size = prefix.size + sum(other.size for _, other in self.stored.values())
+        if key is not None and size <= free_for_layers(devices_of_layers(self.model)):
+            self.stored[key] = leading, prefix
+        return leading, prefix

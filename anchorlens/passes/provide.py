@@ -44,7 +44,7 @@ from ..models.hooked import (
     Hook,
     HookedModel,
     attention_layers,
-    layers_with,
+    hooks_in_layers,
     pattern_name,
     refuse_folded_value_biases,
     require_patterns,
@@ -218,13 +218,6 @@ class Observation:
         return Seen(self.reads, found, dtypes, logits.clone(), clean, int(self.model.cfg.n_heads))
 
 
-def hooks_in_layers(
-    model: ModelOrSizes, name: Callable[[int], str], act: Callable[[int, Tensor, Any], None]
-) -> list[Hook]:
-    """As ``hooks_by_layer``, but ``act`` itself is called, which takes the hook: it runs often."""
-    return [(name(layer), partial(act, layer)) for layer in layers_with(model, name)]
-
-
 def product_hooks(
     model: ModelOrSizes, use: Callable[[int, Shared, Pattern], None], *, free_later: bool = False
 ) -> tuple[list[Hook], list[Hook]]:
@@ -240,9 +233,8 @@ def product_hooks(
     def multiply(layer: int, gradient: Tensor, hook: Any) -> None:
         use(layer, patterns[layer] if free_later else patterns.pop(layer), gradient)
 
-    layers = attention_layers(model)
-    stored: list[Hook] = [(pattern_name(layer), partial(store, layer)) for layer in layers]
-    return stored, [(pattern_name(layer), partial(multiply, layer)) for layer in layers]
+    storing = hooks_in_layers(model, pattern_name, store)
+    return storing, hooks_in_layers(model, pattern_name, multiply)
 
 
 class Observer:

@@ -20,7 +20,7 @@ from torch.nn import functional
 from ..hooks import Site, hooks_on_edges
 from ..models.facts import fact
 from ..models.hooked import HookedModel, is_of_low_precision
-from ..models.kv_cache import entries_of_cache, layers_of_entries
+from ..models.kv_cache import entries_of_cache, layers_of_entries, shared_tokens
 from ..models.tiny_pass import (
     QUERIES,
     prompts_of_lengths,
@@ -35,7 +35,6 @@ from .comparison import TOLERANCE, Shown, reason_of, tolerance, why_unlike
 from .forward import any_loss, run_pass, run_prefix
 from .fused_attention import run_fused
 from .running import why_not_native
-from .shared_prefix import shared_tokens
 
 _SHORT = 64  # tokens of a pass whose stored bytes are counted; twice as many run too
 

@@ -6,7 +6,7 @@ computes its outputs or values in another way (a norm after them), the gradients
 are taken, which cost more memory. Which of the two it is, is tried on the first token.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -94,7 +94,7 @@ def step_gradients(
         of_steps = partial(_gradients_of_steps, rows, of_rows)
         of_patterns = [patterns[layer] for layer in layers]
         route = _Route("gradients of the patterns", of_patterns, lambda layer, slope: slope)
-        if _have_one_shape(model, outputs, values):
+        if len(outputs) == len(values) == len(layers):
             of_values = [values[layer].detach() for layer in layers]
             from_outputs = _from_outputs(model, [outputs[layer] for layer in layers], of_values)
             route = from_outputs if _agree(of_steps, from_outputs, route) else route
@@ -120,10 +120,9 @@ class _Route:
 def _from_outputs(
     model: HookedModel, outputs: Sequence[Tensor], values: Sequence[Tensor]
 ) -> _Route:
-    heads = [cached_heads(model, of_layer.shape[2]) for of_layer in values]
-
     def of_pattern(layer: int, gradient: Tensor) -> StepPattern:
-        of_heads = values[layer][:, :, heads[layer].to(gradient.device)]
+        heads = cached_heads(model, values[layer].shape[2]).to(gradient.device)
+        of_heads = values[layer][:, :, heads]
         return torch.einsum("bqhd,bkhd->bhqk", gradient, of_heads)
 
     return _Route("gradients of the heads' outputs, times values", outputs, of_pattern)
@@ -154,28 +153,16 @@ def _gradients_of_steps(
     return [torch.stack(of_layer) for of_layer in zip(*each, strict=True)]
 
 
-def _have_one_shape(
-    model: HookedModel, outputs: Mapping[int, Tensor], values: Mapping[int, Tensor]
-) -> bool:
-    """Whether every layer has outputs and values of one width for a product."""
-    return len(outputs) == len(values) == model.cfg.n_layers and all(
-        output.ndim == value.ndim == 4
-        and output.shape[3] == value.shape[3]
-        and output.shape[2] % value.shape[2] == 0
-        for output, value in zip(outputs.values(), values.values(), strict=True)
-    )
-
-
 def _agree(of_steps: Callable[..., list[Tensor]], route: _Route, patterns: _Route) -> bool:
     """Whether both routes give the same products for the first step."""
+    count = len(route.tensors)
     try:
         gradients = of_steps([*route.tensors, *patterns.tensors], [0])
-    except RuntimeError:  # a tensor is not in the graph
+        for layer, pattern in enumerate(patterns.tensors):
+            expected = gradients[count + layer][0] * pattern
+            product = route.of_pattern(layer, gradients[layer][0]) * pattern
+            if not (product - expected).abs().max() <= TOLERANCE_OF_PRODUCTS * expected.abs().max():
+                return False
+    except (RuntimeError, IndexError):  # a tensor is not in the graph, or has another width
         return False
-    count = len(route.tensors)
-    for layer, pattern in enumerate(patterns.tensors):
-        expected = gradients[count + layer][0] * pattern
-        product = route.of_pattern(layer, gradients[layer][0]) * pattern
-        if not (product - expected).abs().max() <= TOLERANCE_OF_PRODUCTS * expected.abs().max():
-            return False
     return True
