@@ -3,7 +3,8 @@
 1. ``prepare_model`` finds in tiny passes what every run needs, and keeps it here (``Facts``). All
    else is a function of the model alone, marked with ``fact``, which runs once.
 2. A model that was moved to another type or got other modules is prepared again, and its facts are
-   found again. One of the same architecture with other weights takes them over (``take_over``).
+   found again. One of the same architecture with other weights takes them over (``take_over``),
+   but for what holds modules (``own_fact``).
 """
 
 from collections.abc import Callable, Sequence
@@ -69,6 +70,7 @@ class Facts:
     why_no_cache: str = ""  # why the model does not continue from a key-value cache; "" if it does
     entries: tuple[int, ...] = ()  # the number of the cache entry that each layer reads
     found: dict[Any, Any] = field(default_factory=dict)  # by the functions marked with ``fact``
+    parts: dict[Any, Any] = field(default_factory=dict)  # by those marked with ``own_fact``
     state: tuple[Any, ...] = ()  # of the model when they were found
 
 
@@ -98,15 +100,20 @@ def take_over(model: Any, other: Any) -> None:
         facts_of(model).found.update(facts_of(other).found)
 
 
-def fact(find: Callable[[Any], _T]) -> Callable[[Any], _T]:
+def fact(find: Callable[[Any], _T], kept_in: str = "found") -> Callable[[Any], _T]:
     """A function of the architecture of a prepared model, which runs once for each model."""
 
     @wraps(find)
     def found(model: Any) -> _T:
-        known = facts_of(model).found
+        known = getattr(facts_of(model), kept_in)
         if found not in known:
             known[found] = find(model)
         result: _T = known[found]
         return result
 
     return found
+
+
+def own_fact(find: Callable[[Any], _T]) -> Callable[[Any], _T]:
+    """The same for what holds modules of the model, so that no other model can take it over."""
+    return fact(find, "parts")

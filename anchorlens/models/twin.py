@@ -14,14 +14,14 @@ from dataclasses import dataclass
 from functools import partial
 from itertools import count
 from typing import Any
-from weakref import WeakKeyDictionary, ref
+from weakref import ref
 
 from torch import Tensor, nn
 from torch.nn.modules import module as module_hooks
 
 from ..errors import ModelError
 from ..system.put_back import SafeContext, put_back, safe_context
-from .facts import Facts, facts_of
+from .facts import own_fact
 from .hooked import attentions_of, is_of_low_precision
 from .kinds import config_of, head_of, is_bridge, modules_of, original_of
 from .model_state import HOOK_TABLES, has_user_hooks, without_user_hooks
@@ -276,14 +276,8 @@ def _settings(held: Mapping[str, Any]) -> list[tuple[str, Any]]:
     ]
 
 
-# By the facts of its model, which are new where it has other modules.
-_made: WeakKeyDictionary[Facts, Twin] = WeakKeyDictionary()
-
-
+@own_fact
 def twin_of(model: Any) -> Twin:
     """The twin of a model, made once."""
-    facts = facts_of(model)
-    if facts not in _made:
-        with without_user_hooks(model):
-            _made[facts] = Twin(model)
-    return _made[facts]
+    with without_user_hooks(model):
+        return Twin(model)

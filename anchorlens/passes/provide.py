@@ -233,8 +233,9 @@ def product_hooks(
     def multiply(layer: int, gradient: Tensor, hook: Any) -> None:
         use(layer, patterns[layer] if free_later else patterns.pop(layer), gradient)
 
-    storing = hooks_in_layers(model, pattern_name, store)
-    return storing, hooks_in_layers(model, pattern_name, multiply)
+    layers = attention_layers(model)
+    stored: list[Hook] = [(pattern_name(layer), partial(store, layer)) for layer in layers]
+    return stored, [(pattern_name(layer), partial(multiply, layer)) for layer in layers]
 
 
 class Observer:

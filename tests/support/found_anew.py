@@ -12,7 +12,7 @@ from anchorlens.models.facts import facts_of, known_facts
 def found_anew(model: Any) -> Iterator[None]:
     """Inside, facts are found again; afterwards the model has those that were known before."""
     facts = facts_of(model)
-    known_facts[model] = replace(facts, found={})
+    known_facts[model] = replace(facts, found={}, parts={})
     try:
         yield
     finally:
