@@ -191,13 +191,10 @@ def restore_model(model: Model) -> Model:
     """Undo ``prepare_model``: every module has its own ``forward`` again.
 
     Args:
-        model: A model, prepared or not.
+        model: A model of TransformerLens, prepared or not; anything else is a ModelError.
 
     Returns:
         The same model. Functions that build hooks for it raise an error until it is prepared again.
-
-    Raises:
-        ModelError: It is no model of TransformerLens.
 
     Examples:
         >>> al.restore_model(al.prepare_model(model)) is model

@@ -15,13 +15,11 @@ from ..system.devices import in_float64
 class Adafactor:
     """Makes the Adafactor of transformers with a constant learning rate (Shazeer and Stern, 2018).
 
-    Its steps are not scaled by the parameters, and the learning rate does not warm up. These are
-    the settings of prompt tuning (Lester et al., 2021, section 2) and of PEZ. torch has another
-    rule under this name.
+    Its steps are not scaled by the parameters, and the learning rate does not warm up, as in prompt
+    tuning (Lester et al., 2021, section 2) and PEZ. torch has another rule under this name.
 
     Attributes:
-        lr: Learning rate: about the size of a step in each coordinate, whatever the size of the
-            gradient is.
+        lr: About the size of a step in each coordinate, whatever the size of the gradient is.
     """
 
     lr: float = 0.3

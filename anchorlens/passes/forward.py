@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from jaxtyping import Bool, Float, Int
+from jaxtyping import Bool, Float, Int, Shaped
 from torch import Tensor
 
 from ..errors import HookError, MetricError, NotFiniteError, PromptError
@@ -133,7 +133,7 @@ class Pass:
             given = copies if self.graph is not None else None
             outputs, cache = acting.outputs(stores=continues, copies=given)
             leaves += copies
-            rows = wide(outputs if last else _at_rows(outputs, needed))
+            rows = wide(outputs if last else at_rows(outputs, needed))
             logits, losses = rows[:, -1], None
             if loss is not None:
                 if continues:
@@ -141,11 +141,11 @@ class Pass:
                 losses = _losses(self, rows, cache)
             # Read at once, because Python waits for a GPU at each.
             numbers = [logits] if losses is None else [logits, losses.to(logits.device)]
-            are_finite = torch.stack([_is_finite(each.detach()) for each in numbers]).tolist()
+            are_finite = torch.stack([is_finite(each.detach()) for each in numbers]).tolist()
             if losses is not None and self.differentiates and all(are_finite):
                 _differentiate(self, losses, leaves, copies)
         if not are_finite[0]:
-            raise _not_finite(self, "at the target position")
+            raise not_finite(self, "at the target position")
         if not all(are_finite):
             raise MetricError(
                 "the loss is not finite (NaN or infinite) for some prompts, though their logits "
@@ -232,8 +232,8 @@ def logits_at(
     counts = positions.sum(1).tolist()
     of_prompts = [of_prompt[:count] for of_prompt, count in zip(logits, counts, strict=True)]
     for of_prompt in of_prompts:
-        if len(of_prompt) and not _is_finite(of_prompt):
-            raise _not_finite(described, "at the positions that were asked for")
+        if len(of_prompt) and not is_finite(of_prompt):
+            raise not_finite(described, "at the positions that were asked for")
     return of_prompts
 
 
@@ -357,12 +357,12 @@ def _differentiate(
             receive(gradient, hook=None)
 
 
-def _is_finite(values: Tensor) -> Bool[Tensor, ""]:
+def is_finite(values: Tensor) -> Bool[Tensor, ""]:
     # The smallest and the largest suffice: isfinite makes three copies of all logits.
     return torch.stack(values.aminmax()).isfinite().all()
 
 
-def _not_finite(described: Pass, where: str) -> NotFiniteError:
+def not_finite(described: Pass, where: str) -> NotFiniteError:
     return NotFiniteError(
         f"the model's logits are not finite (NaN or infinite) {where}, and so is what "
         f"{_first_not_finite(described)} gives out; try float32 (dtype=torch.float32), and check "
@@ -388,16 +388,16 @@ def _first_not_finite(described: Pass) -> str:
     return f"layer {min(wrong)}" if wrong else "the final norm or the unembedding"
 
 
-def _at_rows(
-    values: Float[Tensor, "batch query channel"], rows: Int[Tensor, "batch target"]
-) -> Float[Tensor, "batch target channel"]:
+def at_rows(
+    values: Shaped[Tensor, "batch query *axes"], rows: Int[Tensor, "batch target"]
+) -> Shaped[Tensor, "batch target *axes"]:
     prompts = torch.arange(len(values), device=values.device)[:, None]
     return values[prompts, rows.to(values.device, non_blocking=True)]
 
 
 def rows_hook(model: HookedModel, rows: Int[Tensor, "batch target"]) -> Hook:
     """Selects the needed rows before the unembedding."""
-    return _before_unembedding(model), lambda resid, hook: _at_rows(resid, rows)
+    return _before_unembedding(model), lambda resid, hook: at_rows(resid, rows)
 
 
 @fact

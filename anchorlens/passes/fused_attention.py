@@ -99,7 +99,9 @@ def fused_attention(
             assert isinstance(cut, EdgeHook)  # it acts when fused
             edges = partial(cut.in_heads, n_heads=query.shape[1])
             terms = replace(terms, mask=terms.mask.without(edges))
-        if taps and may_tap(query, value, terms):
+        # A fast library attention with a gradient, and the kernel, know these terms.
+        is_plain = terms.mask.is_causal and terms.soft_cap is None and terms.sinks is None
+        if taps and is_plain and max(query.shape[-1], value.shape[-1]) <= _WIDEST:
             z: Heads = output_of(query, key, value, terms)
             operands = query.detach(), key.detach(), value.detach()
             z = FlowTap.apply(z, *operands, partial(use_taps, number, terms.scale))
@@ -165,12 +167,6 @@ class FlowTap(torch.autograd.Function):
     def backward(ctx: Any, of_output: Heads) -> tuple[Tensor | None, ...]:
         ctx.use(*ctx.saved_tensors, of_output)
         return of_output, None, None, None, None
-
-
-def may_tap(query: Heads, value: SharedHeads, terms: Terms) -> bool:
-    """Whether a fast library attention with a gradient, and the kernel, know these terms."""
-    is_plain = terms.mask.is_causal and terms.soft_cap is None and terms.sinks is None
-    return is_plain and max(query.shape[-1], value.shape[-1]) <= _WIDEST
 
 
 class RowAttention(torch.autograd.Function):

@@ -40,9 +40,6 @@ def label_cross_entropy(
         logits: Next-token logits at the target positions.
         batch: The prompts, with their true labels.
 
-    Returns:
-        One number a prompt.
-
     Raises:
         MetricError: The prompts have no true labels.
 

@@ -56,7 +56,7 @@ from ..system.arguments import called
 from ..system.devices import holds_numbers, on_one_device, sent, wide
 from ..system.row_pieces import row_slices
 from ..system.texts import described
-from .forward import Watched, any_loss, unedited
+from .forward import Watched, any_loss, at_rows, unedited
 
 ModelOrSizes = Any  # a HookedModel; the sizes of a cache that came without its model
 Shared = Float[Tensor, "_ head query key"]  # one pattern for the gradients of several prompts
@@ -413,8 +413,7 @@ class AtObserver(Observer):
             self._rows[states.device] = sent(self._queries - self._stop, states.device)
         # Keys of a cache may stand before those of the columns that run.
         rows = self._rows[states.device] + states.shape[1]
-        prompts = torch.arange(len(rows), device=rows.device)[:, None]
-        self._of_layers[layer] = states.detach()[prompts, rows]
+        self._of_layers[layer] = at_rows(states.detach(), rows)
 
     def use(
         self, layer: int, rows: slice, keys: slice, a: Pattern, slope: Pattern, *values: Values

@@ -37,7 +37,7 @@ from ..models.tiny_pass import in_a_line, is_own_mistake, relative_difference
 from ..models.twin import twin_of
 from ..prompts.batch import PromptBatch
 from ..system.devices import wide
-from .forward import run_pass
+from .forward import at_rows, run_pass
 
 _CURE = "load it without compatibility mode; al.head_effects and al.EdgeSweep take any attention"
 _ADDED = ("hook_attn_out", "hook_mlp_out")  # what a layer adds to the residual stream
@@ -73,10 +73,8 @@ class _Call:
 
     def at(self, values: Tensor) -> Tensor:
         """Numbers [batch, position, ...] at the columns."""
-        columns = self.columns.to(values.device)
-        prompts = torch.arange(len(columns), device=values.device)[:, None]
-        at_columns = values.expand(len(columns), *values.shape[1:])[prompts, columns]
-        return at_columns.to(self.device)
+        values = values.expand(len(self.columns), *values.shape[1:])
+        return at_rows(values, self.columns).to(self.device)
 
     def hidden(self) -> Float[Tensor, "batch position d_model"]:
         inputs = [*self.args[:1], *(self.kwargs[name] for name in _INPUTS if name in self.kwargs)]

@@ -310,9 +310,11 @@ def twin_for(
         return None
     if batch.inputs and why_no_native_images(model):
         return None
+    mask = batch.attention_mask  # transformers counts positions in columns by itself
+    is_padded_left = bool((mask[:, 1:] > mask[:, :-1]).any())
     reason = (
         why_hooks_need_a_bridge(model, changes, observers, backward)
-        or _why_not_padded_right(batch)
+        or ("prompts have padding on the left" if is_padded_left else "")
         or twin.why_not_now(model)
     )
     if reason and twin.is_low:
@@ -322,12 +324,6 @@ def twin_for(
             "(al.Further(hooks=[...])), or use float32"
         )
     return None if reason else twin
-
-
-def _why_not_padded_right(batch: PromptBatch) -> str:
-    """Why positions are not columns, as transformers counts them by itself; empty if they are."""
-    mask = batch.attention_mask
-    return "prompts have padding on the left" if (mask[:, 1:] > mask[:, :-1]).any() else ""
 
 
 @fact
@@ -351,20 +347,16 @@ def why_no_native_images(model: HookedModel) -> str:
 
 def _tried(model: HookedModel, more: Mapping[str, Tensor]) -> str:
     """Why tiny prompts with more inputs are not native; empty if they can be."""
-    twin = twin_of(model)
+    twin, batch = twin_of(model), tiny_prompts(model)
     with tiny_passes(model), shrunk_windows(model), twin.entered():
         try:
-            return _compare(model, twin, tiny_prompts(model), more)
+            expected, ours = (_shown(model, each, batch, more) for each in (None, twin))
+            if _shapes_in_cache(model, None, batch) != _shapes_in_cache(model, twin, batch):
+                return "it stores other keys and values, which no pass with hooks could go on from"
+            options: Any = {"limit": tolerance(model), "whole": "passes with hooks"}
+            return why_unlike(model, batch.attention_mask, ours, expected, **options)
         except Exception as error:
             return reason_of(error)
-
-
-def _compare(model: HookedModel, twin: Twin, batch: PromptBatch, more: Mapping[str, Tensor]) -> str:
-    expected, ours = (_shown(model, each, batch, more) for each in (None, twin))
-    if _shapes_in_cache(model, None, batch) != _shapes_in_cache(model, twin, batch):
-        return "it stores other keys and values, which no pass with hooks could go on from"
-    mask, limit = batch.attention_mask, tolerance(model)
-    return why_unlike(model, mask, ours, expected, limit, whole="passes with hooks")
 
 
 def _shapes_in_cache(model: HookedModel, twin: Twin | None, batch: PromptBatch) -> list[torch.Size]:

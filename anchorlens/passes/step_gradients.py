@@ -16,7 +16,6 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 from torch.nn.functional import cross_entropy
 
-from ..errors import NotFiniteError
 from ..models.hooked import (
     HookedModel,
     at_known_points,
@@ -30,7 +29,7 @@ from ..models.kinds import cached_heads
 from ..models.model_state import frozen_in_eval_mode
 from ..prompts.batch import PromptBatch
 from ..system.devices import sent, wide
-from .forward import Acting, Pass, rows_hook
+from .forward import Acting, Pass, is_finite, not_finite, rows_hook
 from .losses import columns_of
 from .running import leaf_hook
 
@@ -83,11 +82,8 @@ def step_gradients(
         with acting.inside:
             logits = acting.outputs()[0][0]
         logits = wide(logits)
-        if not torch.stack(logits.aminmax()).isfinite().all():
-            raise NotFiniteError(
-                "the model's logits are not finite (NaN or infinite) at the predicted tokens; try "
-                "float32 (dtype=torch.float32)"
-            )
+        if not is_finite(logits):
+            raise not_finite(described, "at the predicted tokens")
         losses = cross_entropy(logits, sent(following, logits.device), reduction="none")
         rows = selected[0]
         of_rows = torch.autograd.grad(losses.sum(), rows, retain_graph=True)[0]
