@@ -264,9 +264,7 @@ def ensure_prepared(model: HookedModel) -> None:
 def _boot(name: str, weights: Any, tokenizer: Any) -> Any:
     """A bridge; ``boot_transformers`` would patch classes of transformers, install torchvision."""
     from transformer_lens.model_bridge.sources import build_bridge_from_module
-    from transformer_lens.model_bridge.sources.transformers import (
-        determine_architecture_from_hf_config,
-    )
+    from transformer_lens.model_bridge.sources import transformers as of_transformers
 
     if not weights.config.architectures:  # absent in models made in memory and in converted files
         weights.config.architectures = [type(weights).__name__]
@@ -277,7 +275,7 @@ def _boot(name: str, weights: Any, tokenizer: Any) -> Any:
     set_as_found = implementations_of(weights)
     try:
         weights.set_attn_implementation("eager")
-        architecture = determine_architecture_from_hf_config(config)
+        architecture = of_transformers.determine_architecture_from_hf_config(config)
         options = {"hf_config": config, "tokenizer": tokenizer, "model_name": name}
         return build_bridge_from_module(weights, architecture, **options)
     except Exception as error:  # an unknown architecture, or an adapter that does not fit

@@ -58,12 +58,7 @@ def read_weights(
     name: str, tokenizer: Any, dtype: torch.dtype | None, revision: str | None = None
 ) -> tuple[Any, Any]:
     """Weights and tokenizer of a hub name, a folder or a .gguf file."""
-    from transformers import (
-        MODEL_FOR_CAUSAL_LM_MAPPING,
-        MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING,
-        AutoModelForCausalLM,
-        AutoModelForImageTextToText,
-    )
+    import transformers
 
     is_gguf, at = name.endswith(".gguf"), name if revision is None else f"{name}@{revision}"
     with warnings_of_transformers(), _reading_model(at), parsed_once(name):
@@ -77,11 +72,11 @@ def read_weights(
         config._attn_implementation = "eager"
         tokenizer = tokenizer or _tokenizer_of(name, source, options)
         of_images = (
-            type(config) in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
-            and type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING
+            type(config) in transformers.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
+            and type(config) not in transformers.MODEL_FOR_CAUSAL_LM_MAPPING
         )
-        kind = AutoModelForImageTextToText if of_images else AutoModelForCausalLM
-        result: Any = kind.from_pretrained(
+        kinds = transformers.AutoModelForCausalLM, transformers.AutoModelForImageTextToText
+        result: Any = kinds[of_images].from_pretrained(
             source,
             config=config,
             dtype=dtype or (torch.float32 if is_gguf else "auto"),
