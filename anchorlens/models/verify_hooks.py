@@ -22,6 +22,7 @@ from .hooked import (
     at_known_points,
     attention_layers,
     attentions_of,
+    before_block,
     dtype_of,
     hooks_by_layer,
     layers_without_pattern,
@@ -342,9 +343,7 @@ def _entries_read(
         return tuple(layers)
     scores: dict[int, Tensor] = {}
     # The gradient goes through keys that a layer reads itself alone.
-    stopped: list[Hook] = [
-        (f"blocks.{layer}.hook_resid_pre", lambda resid, hook: resid.detach()) for layer in layers
-    ]
+    stopped: list[Hook] = [(before_block(n), lambda resid, hook: resid.detach()) for n in layers]
     observers = hooks_by_layer(model, scores_name, scores.__setitem__)
     copies: list[Tensor] = []
     with tiny_passes(model, [*stopped, *observers], gradients=True):

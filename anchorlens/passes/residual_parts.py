@@ -255,9 +255,8 @@ def _parts_of_residual(
             _require_sum(torch.stack(attention).sum(0), attn_out, f"the attention of layer {n}")
         parts += [*attention, mlp_out]
         layers += [2 * n + 1] * len(attention) + [2 * n + 2]
-    _require_sum(
-        torch.stack(parts).sum(0), seen[before_block(layer)], "what the layers before it add"
-    )
+    total = torch.stack(parts).sum(0)
+    _require_sum(total, seen[before_block(layer)], "what the layers before it add")
     return layers, parts
 
 
@@ -268,9 +267,8 @@ def _of_heads(
     attention = model.blocks[layer].attn
     output, bias = attention.W_O.detach().to(z), getattr(attention, "b_O", None)
     added = torch.einsum("bphd,hdm->hbpm", separate_heads(z, model.cfg.n_heads), output)
-    of_none = (
-        torch.zeros_like(added[0]) if bias is None else bias.detach().to(z).expand_as(added[0])
-    )
+    of_none = torch.zeros_like(added[0]) if bias is None else bias.detach().to(z)
+    of_none = of_none.expand_as(added[0])
     if norm is None:
         return [*added, of_none]
     held = norm._replace(factors=call.at(norm.factors))
