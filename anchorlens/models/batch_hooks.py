@@ -161,8 +161,7 @@ class EdgeHook(BatchHook):
             raise HookError(
                 f"edges are for {given} query and {given} key positions, but the model runs "
                 f"{queries} queries over {keys} keys; make the hooks of the prompts that run. If "
-                "the model writes after them, let the hooks act from the pass over the prompts on, "
-                "in every pass"
+                "the model writes, let them act in each pass, from the pass over the prompts on"
             )
         before[name] = length
         return length

@@ -115,8 +115,7 @@ def require_transformed_values(model: HookedModel) -> None:
         raise ModelError(
             f"what each head writes for each key is not known in layers {sorted(wrong)} of "
             f"{model.cfg.model_name}: in layer {layer}, {reason}. A norm or another projection may "
-            "come after hook_v or before W_O. Use a weight without values, such as "
-            "al.weights.saliency"
+            "come after hook_v or before W_O. Use another weight, such as al.weights.saliency"
         )
 
 

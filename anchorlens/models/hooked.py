@@ -183,8 +183,7 @@ def refuse_longer_than(context: int, longest: int) -> None:
     if longest > context:
         raise PromptError(
             f"a prompt has {longest} tokens, but the model's context is {context}; use fewer or "
-            "shorter demonstrations, or build_prompts(..., max_length=..., "
-            "drop_too_long=True)"
+            "shorter demonstrations, or build_prompts(..., max_length=..., drop_too_long=True)"
         )
 
 

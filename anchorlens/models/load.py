@@ -236,10 +236,7 @@ def _refuse_other_sources(source: Any) -> None:
     if isinstance(source, str | os.PathLike):
         return
     if hasattr(source, "peft_config"):
-        cure = (
-            "pass model.merge_and_unload(), or save a prefix and read it with "
-            "al.contexts.context_from_peft"
-        )
+        cure = "pass model.merge_and_unload(); al.contexts.context_from_peft reads a saved prefix"
     elif hasattr(source, "_orig_mod"):
         cure = "pass model._orig_mod, the model before torch.compile"
     elif hasattr(source, "hook_dict"):
@@ -296,9 +293,8 @@ def _refuse_weights_elsewhere(name: str, model: Any) -> None:
     if any(each.is_meta for each in model.parameters()):
         raise ModelError(
             f"weights of {name} are on the device 'meta': its tensors have shapes and no numbers. "
-            "If accelerate moves each from the CPU or a disk when it is used, load the model so "
-            "that all stay in memory: in a smaller type (dtype=torch.bfloat16), or over several "
-            'devices (device_map="auto")'
+            "If accelerate moves each when it is used, load the model so that all stay in memory: "
+            'in a smaller type (dtype=torch.bfloat16), or over several devices (device_map="auto")'
         )
 
 
@@ -307,8 +303,7 @@ def _refuse_inference_tensors(name: str, model: Any) -> None:
     if any(each.is_inference() for root in roots for each in (*root.parameters(), *root.buffers())):
         raise ModelError(
             f"{name} was made inside torch.inference_mode(), so that no gradient can go through "
-            "its tensors; make it outside, or give a copy that is made outside: "
-            "copy.deepcopy(model)"
+            "its tensors; make it outside, or copy it outside: copy.deepcopy(model)"
         )
 
 
@@ -320,9 +315,8 @@ def _refuse_different_logits(name: str, expected: Tensor, model: Any, tokens: Te
     difference = relative_difference(computed, expected)
     if not difference <= rounding_of_passes(expected.dtype):
         raise ModelError(
-            f"TransformerLens makes another model of {name!r}: its logits differ by "
-            f"{difference:.2g} of the largest. Its adapter does not fit this model; try another "
-            "version of transformer-lens"
+            f"TransformerLens makes another model of {name!r}, whose logits differ by "
+            f"{difference:.2g} of the largest; try another version of transformer-lens"
         )
 
 

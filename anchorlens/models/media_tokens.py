@@ -79,9 +79,8 @@ def check_media_tokens(model: HookedModel, *batches: PromptBatch) -> None:
             if count > (found := int((spans[row] == 1).sum())):
                 raise PromptError(
                     f"prompt {row} has {count} images, but {found} groups of their tokens: the "
-                    "model reads images side by side as one. Write the marks of the processor "
-                    "around each placeholder (such as <|vision_start|> and <|vision_end|>), or a "
-                    "text between them"
+                    "model reads images side by side as one. Write a text between them, or the "
+                    "processor's marks around each (such as <|vision_start|> and <|vision_end|>)"
                 )
 
 

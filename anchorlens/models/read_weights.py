@@ -111,10 +111,7 @@ def read_tokenizer(tokenizer: Any) -> Any:
 
     if isinstance(tokenizer, str | Path):
         name = str(tokenizer)
-        cure = (
-            ". Give its name on the hub, its folder, a .gguf file, or "
-            "AutoTokenizer.from_pretrained(...)"
-        )
+        cure = ". Give a name on the hub, folder, .gguf file or AutoTokenizer.from_pretrained(...)"
         failed = f"tokenizer={name!r} cannot be read as a tokenizer"
         with _reading(name, failed, cure), warnings_of_transformers(), parsed_once(name):
             source, options = _source(name) if name.endswith(".gguf") else (name, dict(_OPTIONS))
@@ -347,8 +344,7 @@ def _refuse_other_weights(name: str, weights: Any, report: dict[str, Any]) -> No
     if unused:
         warn_user(
             f"the configuration of {name!r} ({type(weights).__name__}) has no use for all of its "
-            f"weights: {_some(unused)} left out, so that this may be another model than the one "
-            "that was stored"
+            f"weights: {_some(unused)} left out; another model than this may have been stored"
         )
 
 

@@ -309,10 +309,8 @@ def cached_step(model: HookedModel) -> tuple[str, tuple[int, ...]]:
     difference = relative_difference(logits, expected)
     if difference <= rounding_of_passes(dtype_of(model)):
         return "", entries
-    return (
-        "after cached tokens the model gives a token other logits than in the whole text (off by "
-        f"{difference:.1e} of the largest)"
-    ), ()
+    off = f"off by {difference:.1e} of the largest"
+    return f"after cached tokens a token has other logits than in the whole text ({off})", ()
 
 
 def with_stored_heads(
@@ -358,6 +356,5 @@ def _entries_read(
     if len(entries) == len(layers) and set(entries) == set(range(len(keys))):
         return tuple(entries)
     raise ModelError(
-        f"its cache has {len(keys)} entries for {len(layers)} layers, and which of them each layer "
-        "reads cannot be told"
+        f"which of {len(keys)} entries of its cache each of {len(layers)} layers reads is unknown"
     )

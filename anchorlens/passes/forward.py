@@ -104,9 +104,8 @@ class Pass:
         if isinstance(self.loss, WordCrossEntropy):
             if self.gradient_checkpointing:
                 raise MetricError(
-                    "a loss of texts after the prompts needs the keys and values of one pass, "
-                    "which gradient_checkpointing=True does not store; leave it out, or take "
-                    "another loss"
+                    "a loss of texts after the prompts needs keys and values, which "
+                    "gradient_checkpointing=True does not store; leave it out, or take another loss"
                 )
             refuse_media_tokens(self.model, self.batch)
             continuations_of(self.loss, self.batch, self.model)
@@ -148,8 +147,7 @@ class Pass:
             raise not_finite(self, "at the target position")
         if not all(are_finite):
             raise MetricError(
-                "the loss is not finite (NaN or infinite) for some prompts, though their logits "
-                "are; gradients of it say nothing"
+                "the loss is not finite (NaN or infinite) for some prompts whose logits are finite"
             )
         acting.check()
         return logits.detach(), losses
@@ -365,8 +363,7 @@ def is_finite(values: Tensor) -> Bool[Tensor, ""]:
 def not_finite(described: Pass, where: str) -> NotFiniteError:
     return NotFiniteError(
         f"the model's logits are not finite (NaN or infinite) {where}, and so is what "
-        f"{_first_not_finite(described)} gives out; try float32 (dtype=torch.float32), and check "
-        "the hooks that act there"
+        f"{_first_not_finite(described)} gives out; try dtype=torch.float32, and check hooks there"
     )
 
 

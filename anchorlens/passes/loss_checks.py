@@ -129,8 +129,7 @@ def refuse_several_targets(loss: LossOfBatch) -> None:
     if needs_positions(loss) or isinstance(loss, WordCrossEntropy):
         raise MetricError(
             f"{loss!r} needs the logits at several positions, but here the loss gets those of the "
-            "target position; use al.losses.label_cross_entropy, or a function of (logits, batch) "
-            "of your own"
+            "target; use al.losses.label_cross_entropy, or your own function of (logits, batch)"
         )
 
 

@@ -137,8 +137,7 @@ class NextTokenCrossEntropy:
             row = int((~is_target.any(1)).nonzero()[0])
             raise MetricError(
                 f"prompt {int(batch.index[row])} has no token to predict: all weights of the loss "
-                "are 0 there, or it lacks the segment of span_cross_entropy; leave this prompt "
-                "out, or give it such a token"
+                "are 0 there, or it lacks the segment of span_cross_entropy; leave this prompt out"
             )
         has_next = batch.attention_mask[:, 1:] & batch.attention_mask[:, :-1]
         wrong = torch.cat([is_target[:, :-1] & ~has_next, is_target[:, -1:]], dim=1)
@@ -304,7 +303,6 @@ def gold_of(batch: PromptBatch, *others: PromptBatch) -> Int[Tensor, " batch"]:
         last = "answer" if batch.has_label_words else batch.segment_names[-1]
         raise MetricError(
             "the cross entropy of labels needs the true label of each query; give queries with "
-            f"labels (gold=...), or another loss: al.losses.span_cross_entropy({last!r}) for all "
-            "tokens of this segment"
+            f"labels (gold=...), or another loss, such as al.losses.span_cross_entropy({last!r})"
         )
     return batch.gold

@@ -52,8 +52,7 @@ def check_out_of_memory(error: Exception, batch: PromptBatch) -> None:
         reason = str(error).partition("\n")[0]
         raise MemoryLimitError(
             f"a prompt of {int(batch.attention_mask.sum())} tokens does not fit into memory by "
-            f"itself ({reason}); use fewer or shorter demonstrations, a smaller dtype, or a device "
-            "with more memory"
+            f"itself ({reason}); use fewer or shorter demonstrations, or a smaller dtype"
         ) from error
 
 

@@ -532,9 +532,8 @@ def _refuse_other_shapes(owner: str, shapes: Sequence[tuple[int, ...]]) -> None:
     if unlike := [layer for layer, shape in enumerate(shapes) if shape != shapes[0]]:
         raise MetricError(
             f"what {owner} reads has other shapes in some layers than in others: {shapes[0]} in "
-            f"layer 0 and {shapes[unlike[0]]} in layer {unlike[0]} (without the last axis), so "
-            "that no tensor of all layers holds it; read each kind of layer by itself "
-            "(al.reads.Hooks)"
+            f"layer 0 and {shapes[unlike[0]]} in layer {unlike[0]} (without the last axis); read "
+            "each kind of layer by itself (al.reads.Hooks)"
         )
 
 

@@ -113,10 +113,7 @@ def residual_parts(
     points += [z_name(n) for n in range(layer)] if by_head else []
     last = after_block(len(model.blocks) - 1)  # type: ignore[attr-defined]
     if missing := [name for name in points if name not in model.hook_dict]:
-        raise ModelError(
-            f"the model has no hook point {missing[0]}, where a part of scores could be read; "
-            f"{_CURE}"
-        )
+        raise ModelError(f"the model has no hook point {missing[0]} of a part of scores; {_CURE}")
 
     def see(name: str, values: Tensor, hook: Any) -> None:
         seen[name] = call.at(values.detach())
@@ -167,10 +164,8 @@ def residual_parts(
     except Exception as error:  # an attention may compute scores in any other way
         if is_own_mistake(error):
             raise
-        raise ModelError(
-            f"the scores of layer {layer} cannot be told apart by parts: {in_a_line(error)}; "
-            f"{_CURE}"
-        ) from error
+        reason = f"the scores of layer {layer} cannot be told apart by parts: {in_a_line(error)}"
+        raise ModelError(f"{reason}; {_CURE}") from error
     directions, unknown = None, ""
     try:
         every = _directions(model, batch, layer, call, seen, norms, queries[:, 0])
