@@ -107,8 +107,7 @@ def require_transformed_values(model: HookedModel) -> None:
     """Raise an error unless ``sum_h sum_j A_h,ij f_h(x_j) + b_O`` is the output of every layer."""
     if not hasattr(model, "blocks"):
         raise MetricError(
-            "the values of heads need the model, whose output projections no cache holds; give it: "
-            "al.caches.from_caches(..., model=model)"
+            "the values of heads need the model: give al.caches.from_caches(..., model=model)"
         )
     if wrong := layers_with_other_outputs(model):
         layer, reason = next(iter(wrong.items()))

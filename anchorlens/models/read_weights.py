@@ -96,10 +96,7 @@ def read_weights(
 def read_processor(name: str) -> Any:
     from transformers import AutoProcessor
 
-    cure = (
-        "; give a model that is stored with its processor, and torchvision of the same build as "
-        "torch if that is missing"
-    )
+    cure = "; give a model stored with its processor; torchvision needs the build of your torch"
     with _reading(name, f"the processor of images of {name!r} cannot be read", cure):
         source, options = _source(name)
         return AutoProcessor.from_pretrained(source, **options)
@@ -191,9 +188,7 @@ def _refuse_folder_without_model(folder: Path) -> None:
             refuse_part(str(gguf[0]), int(part[1]))
         cure = f"give the file {gguf[0]}"
     elif has_adapter:
-        cure = (
-            "it holds an adapter of peft: merge it into its model (merge_and_unload) and save that"
-        )
+        cure = "it holds an adapter of peft: merge it into its model (merge_and_unload), save that"
     else:
         cure = "give the folder of a saved transformers model, a .gguf file or a name on the hub"
     raise ModelError(f"{folder} has no config.json; {cure}")
@@ -262,8 +257,7 @@ def device_or_map(
         return device
     if device is not None:
         raise ModelError(
-            f"device_map spreads the layers, so leave device out; got device={str(device)!r} and "
-            f"device_map={device_map!r}"
+            f"device_map spreads the layers, so leave device out; got device={str(device)!r}"
         )
     if isinstance(device_map, str) and device_map in _DEVICE_MAPS:
         return device_map

@@ -86,9 +86,8 @@ class Checkpoints:
             return checkpoint(run, *args, use_reentrant=False, **kwargs)
 
     def require_all(self, model: HookedModel) -> None:
-        wrong = {layer: self.times.get(layer, 0) for layer in range(model.cfg.n_layers)}
-        wrong = {layer: times for layer, times in wrong.items() if times != 1}
-        if wrong:
+        layers = range(model.cfg.n_layers)
+        if wrong := {n: times for n in layers if (times := self.times.get(n, 0)) != 1}:
             raise HookError(
                 "with checkpoints each block must run again exactly once for the gradient, but "
                 f"layers {list(wrong)} did {list(wrong.values())} times: no gradient goes through "
