@@ -357,6 +357,23 @@ class BlocksObserver(Observer):
         return _by_layer(self.owner, self._of_layers)
 
 
+@dataclass(frozen=True, eq=False)
+class _Places:
+    """Chosen places of tables of the same shape: indices that broadcast."""
+
+    prompts: Tensor
+    rows: Tensor
+    keys: Tensor | None  # None for all
+    has: Tensor | None  # False for keys that the tables have not
+    inside: Tensor | None  # False for chosen rows that the tables have not; None if they have all
+
+    def numbers(self, table: Tensor) -> Tensor:
+        """Numbers of a pattern or slope: [batch, head, chosen(, key)]; 0 at keys that it lacks."""
+        if self.keys is None or self.has is None:
+            return table[self.prompts, :, self.rows].transpose(1, 2)
+        return table[self.prompts, :, self.rows, self.keys].movedim(-1, 1) * self.has
+
+
 class AtObserver(Observer):
     """Numbers at the chosen positions that lie in the columns of a pass."""
 
@@ -420,8 +437,7 @@ class AtObserver(Observer):
     ) -> None:
         key = rows.start, keys.start, tuple(a.shape), a.device
         if key not in self._places:
-            chosen = self._queries, self._keys
-            self._places[key] = _Places.of(*chosen, rows, keys, a, pairs=self._read.pairs)
+            self._places[key] = self._places_in(rows, keys, a)
         if (places := self._places[key]) is None:
             return
         table = slope if self._read.what == SLOPE else a
@@ -437,6 +453,25 @@ class AtObserver(Observer):
             numbers *= inside.view(len(inside), 1, -1, *[1] * (numbers.ndim - 3))
         before = self._of_layers.get(layer)
         self._of_layers[layer] = numbers if before is None else before + numbers
+
+    def _places_in(self, rows: slice, keys: slice, table: Tensor) -> _Places | None:
+        """The places in a table of these rows and keys; None if it has no chosen row."""
+        inside = (self._queries >= rows.start) & (self._queries < rows.stop)
+        if not inside.any():
+            return None
+        # Shared tokens ran for one prompt, but have slopes of all.
+        count, device = len(table), table.device
+        all_inside = None if inside.all() else sent(inside, device).expand(count, -1)
+        row = (self._queries - rows.start).clamp(0, table.shape[2] - 1)
+        row = sent(row, device).expand(count, -1)
+        prompts = torch.arange(count, device=device)[:, None]
+        if self._keys is None:
+            return _Places(prompts, row, None, None, all_inside)
+        key = sent(self._keys - keys.start, device).expand(count, -1)
+        if not self._read.pairs:  # each row with each key
+            prompts, row, key = prompts[..., None], row[:, :, None], key[:, None]
+        has = (key >= 0) & (key < table.shape[3])
+        return _Places(prompts, row, key.clamp(0, table.shape[3] - 1), has[:, None], all_inside)
 
     def found(self) -> Tensor | None:
         return wide(_by_layer(self.owner, self._of_layers)) if len(self.places) else None
@@ -472,52 +507,6 @@ def _operands(model: HookedModel, owner: str) -> list[Operands]:
 
 
 _OBSERVERS = {At: AtObserver, Sums: SumsObserver, Blocks: BlocksObserver, Hooks: HooksObserver}
-
-
-@dataclass(frozen=True, eq=False)
-class _Places:
-    """Chosen places of tables of the same shape: indices that broadcast."""
-
-    prompts: Tensor
-    rows: Tensor
-    keys: Tensor | None  # None for all
-    has: Tensor | None  # False for keys that the tables have not
-    inside: Tensor | None  # False for chosen rows that the tables have not; None if they have all
-
-    @classmethod
-    def of(
-        cls,
-        queries: Tensor,
-        chosen: Tensor | None,
-        rows: slice,
-        keys: slice,
-        table: Tensor,
-        *,
-        pairs: bool,
-    ) -> "_Places | None":
-        """Those of a table of these rows and keys; None if it has no chosen row."""
-        inside = (queries >= rows.start) & (queries < rows.stop)
-        if not inside.any():
-            return None
-        # Shared tokens ran for one prompt, but have slopes of all.
-        count, device = len(table), table.device
-        all_inside = None if inside.all() else sent(inside, device).expand(count, -1)
-        row = (queries - rows.start).clamp(0, table.shape[2] - 1)
-        row = sent(row, device).expand(count, -1)
-        prompts = torch.arange(count, device=device)[:, None]
-        if chosen is None:
-            return cls(prompts, row, None, None, all_inside)
-        key = sent(chosen - keys.start, device).expand(count, -1)
-        if not pairs:  # each row with each key
-            prompts, row, key = prompts[..., None], row[:, :, None], key[:, None]
-        has = (key >= 0) & (key < table.shape[3])
-        return cls(prompts, row, key.clamp(0, table.shape[3] - 1), has[:, None], all_inside)
-
-    def numbers(self, table: Tensor) -> Tensor:
-        """Numbers of a pattern or slope: [batch, head, chosen(, key)]; 0 at keys that it lacks."""
-        if self.keys is None or self.has is None:
-            return table[self.prompts, :, self.rows].transpose(1, 2)
-        return table[self.prompts, :, self.rows, self.keys].movedim(-1, 1) * self.has
 
 
 def _by_layer(owner: str, of_layers: dict[int, Tensor]) -> Float[Tensor, "batch layer *axes"]:

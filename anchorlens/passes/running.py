@@ -112,12 +112,6 @@ class NativePass:
         self._acts, self._of_gradients = by_point(inside.forward), by_point(inside.backward)
         self._tables: dict[Any, tuple[Any, Added]] = {}  # what is added to scores, and of what made
 
-    def listener(self, has_padding: bool | None) -> Listener:
-        """What a twin tells of its pass."""
-        return Listener(
-            self._inside.attend or self._attend, self._run_block, self._unembed, has_padding
-        )
-
     def _through(self, point: str, tensor: Tensor) -> Tensor:
         """A tensor after the hooks of a point, in their order, whose gradient is shown too."""
         for act in self._acts.get(point, ()):
@@ -128,7 +122,7 @@ class NativePass:
                 tensor.register_hook(partial(act, hook=SimpleNamespace(name=point)))
         return tensor
 
-    def _run_block(self, layer: int, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+    def run_block(self, layer: int, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """Run a block, whose first argument is the residual stream."""
         resid, rest = (args[0], args[1:]) if args else (kwargs.pop("hidden_states"), ())
         run, blocks = partial(self._block, layer, forward), self._inside.blocks
@@ -143,10 +137,10 @@ class NativePass:
             return (self._through(after_block(layer), output[0]), *output[1:])
         return self._through(after_block(layer), output)
 
-    def _unembed(self, head: Any, resid: Tensor) -> Any:
+    def unembed(self, head: Any, resid: Tensor) -> Any:
         return self._unembedded(head, self._through(UNEMBED, resid))
 
-    def _attend(
+    def attend(
         self, layer: int, query: Heads, key: SharedHeads, value: SharedHeads, terms: Terms
     ) -> Heads:
         """The outputs of heads, by a pattern, as eager attention of transformers computes them."""
@@ -242,8 +236,10 @@ def running(
     if twin is not None:
         # Keys before these columns may be padding although the batch has none.
         has_padding = None if batch.first_query > 0 else _has_padding(batch)
-        hears = twin.hears(NativePass(model, inside).listener(has_padding))
-        return partial(run_sent, twin.run, model), hears
+        native = NativePass(model, inside)
+        attend = inside.attend or native.attend
+        listener = Listener(attend, native.run_block, native.unembed, has_padding)
+        return partial(run_sent, twin.run, model), twin.hears(listener)
     return partial(run_sent, model, model), _with_hooks(model, batch, inside)
 
 
