@@ -296,7 +296,7 @@ def set_gguf_tokenizer(tokenizer: Any, file: str) -> None:
     if refused:
         raise ModelError(
             f"{file} has settings of its tokenizer that are not read, so that it would give other "
-            f"tokens: {', '.join(refused)}. Give the name or folder of another: tokenizer=..."
+            f"tokens: {', '.join(refused)}. Give the tokenizer of the model (tokenizer=...)"
         )
     if _BOS_AND_WHOLE.fullmatch(pre):
         backend.model.ignore_merges, tokenizer.add_bos_token = True, begins

@@ -108,7 +108,7 @@ def read_tokenizer(tokenizer: Any) -> Any:
 
     if isinstance(tokenizer, str | Path):
         name = str(tokenizer)
-        cure = ". Give a name on the hub, folder, .gguf file or AutoTokenizer.from_pretrained(...)"
+        cure = ". Give its name, its folder, a .gguf file or AutoTokenizer.from_pretrained(...)"
         failed = f"tokenizer={name!r} cannot be read as a tokenizer"
         with _reading(name, failed, cure), warnings_of_transformers(), parsed_once(name):
             source, options = _source(name) if name.endswith(".gguf") else (name, dict(_OPTIONS))
