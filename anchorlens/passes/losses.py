@@ -282,9 +282,10 @@ def _words_of_demonstrations(batch: PromptBatch) -> tuple[tuple[int, ...], ...]:
             "al.losses.word_cross_entropy([[...], [...]])"
         )
     words: dict[int, set[tuple[int, ...]]] = {}
-    anchors = torch.stack([batch.label_classes, batch.label_positions, batch.label_ends], dim=2)
-    for row, of_row in zip(batch.tokens.tolist(), anchors.tolist(), strict=True):
-        for label, first, last in of_row:
+    anchors = zip(batch.label_classes, batch.label_positions, batch.label_ends, strict=True)
+    for row, (classes, firsts, lasts) in zip(batch.tokens.tolist(), anchors, strict=True):
+        ends = zip(classes.tolist(), firsts.tolist(), lasts.tolist(), strict=True)
+        for label, first, last in ends:
             words.setdefault(label, set()).add(tuple(row[first : last + 1]))
     for label, (first_token, *_) in enumerate(verbalizer.token_ids):
         found = words.get(label, set())
