@@ -150,10 +150,7 @@ def added_hooks(
     backward: Sequence[Hook] = (),
     of_modules: Sequence[ModuleHook] = (),
 ) -> SafeContext[None]:
-    """Inside, hooks act; every pass of the package runs in it, also a pass without hooks.
-
-    ``forward`` are on what hook points give out, ``backward`` on the gradients there.
-    """
+    """Inside, hooks act on what points give out, and on gradients there; every pass runs in it."""
     points = model.hook_dict if forward or backward else {}  # made anew at each access
     added = [
         (point, act, direction)

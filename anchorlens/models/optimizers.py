@@ -37,8 +37,8 @@ class Adafactor:
 class RelativeAdafactor:
     """Makes ``Adafactor`` with a learning rate relative to the size of the parameters.
 
-    The size is the root mean square of all parameters at the start. Embeddings differ in it from
-    model to model, so that one learning rate makes small steps in one and large ones in another.
+    The size is the root mean square of all parameters at the start, in which embeddings differ from
+    model to model.
 
     Attributes:
         rate: Learning rate over that size.

@@ -51,10 +51,7 @@ _NOBODY = Listener(_in_no_pass, _in_no_pass, _in_no_pass, None)
 
 
 class Twin:
-    """The transformers model of a bridge; ``why`` says why there is none, if there is none.
-
-    Between passes it keeps nothing of the model alive.
-    """
+    """The transformers model of a bridge, or ``why`` there is none; it keeps no model alive."""
 
     def __init__(self, model: Any) -> None:
         self.why, self.is_suspended, self.is_entered = "", False, False

@@ -287,10 +287,7 @@ def verify_cached_step(model: Any) -> tuple[str, tuple[int, ...]]:
 
 
 def cached_step(model: HookedModel) -> tuple[str, tuple[int, ...]]:
-    """Why the last of a few tokens has other logits after a cache of the others; empty if not.
-
-    And the number of the cache entry that each layer reads, if it has the same logits.
-    """
+    """Why a token has other logits after a cache; if it has not, the entries that layers read."""
     tokens = tiny_tokens(model, min(TOKENS, model.cfg.n_ctx))
     length, mask = tokens.shape[1], torch.ones_like(tokens, dtype=torch.bool)
     try:

@@ -197,10 +197,7 @@ def mean_loss_with_gradient(
     into: Sequence[Tensor],
     **options: Any,
 ) -> float:
-    """The mean loss over a batch, whose gradient is added to ``grad`` of the tensors in ``into``.
-
-    It is NaN where the logits are not finite, because a step of an optimizer was too large.
-    """
+    """The mean loss over a batch, whose gradient is added to ``grad`` of the tensors ``into``."""
     losses: list[Tensor] = []
 
     def mean_loss(logits: Tensor, batch: PromptBatch) -> Tensor:
@@ -209,7 +206,7 @@ def mean_loss_with_gradient(
 
     try:
         run_pass(model, batch, loss=mean_loss, into=into, **options)
-    except NotFiniteError:
+    except NotFiniteError:  # a step of an optimizer was too large
         return nan
     return float(losses[0].detach().mean())
 

@@ -74,10 +74,7 @@ def _shape_of_logits(loss: LossOfBatch, batch: PromptBatch, model: HookedModel) 
 def check_gradient_of_loss(
     loss: LossOfBatch, batches: Sequence[PromptBatch], model: HookedModel
 ) -> None:
-    """Raise the errors of ``check_loss``, and one for a loss that mixes prompts or has no gradient.
-
-    The gradient of the sum over prompts is not that of each prompt then.
-    """
+    """Raise the errors of ``check_loss``, and one where prompts are mixed or no gradient is."""
     batch, zeros = check_loss(loss, batches, model)
     generator = torch.Generator().manual_seed(0)
     options: Any = {"retain_graph": True, "materialize_grads": True}  # 0 where it has none
@@ -89,7 +86,7 @@ def check_gradient_of_loss(
             return  # the pass says that it has no graph, or is not finite
         (gradient,) = torch.autograd.grad(losses[0], logits, **options)
         (of_others,) = torch.autograd.grad(losses[1:].sum(), logits, **options)
-        if gradient[1:].any() or of_others[:1].any():
+        if gradient[1:].any() or of_others[:1].any():  # that of the sum is of no prompt then
             raise MetricError(
                 "the loss of a prompt must depend on its own logits alone, but that of "
                 f"{name_of(loss)} depends on other prompts of the batch, as a mean over the batch "

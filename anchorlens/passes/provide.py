@@ -77,9 +77,7 @@ class Observation:
 
     Args:
         model: The model, or for caches that came without it its numbers of layers and heads.
-        question: What reads.
-        whole: Whole prompts.
-        columns: Those that the pass runs; all by default.
+        columns: Those of the whole prompts that the pass runs; all by default.
         before: What was observed in shared tokens.
         trusted: Set when a batch has shown that no code of a user edits what it gets.
     """
@@ -221,16 +219,14 @@ class Observation:
 def product_hooks(
     model: ModelOrSizes, use: Callable[[int, Shared, Pattern], None], *, free_later: bool = False
 ) -> tuple[list[Hook], list[Hook]]:
-    """Hooks that pass A and dL/dA of each layer to ``use`` when the gradient reaches the layer.
-
-    A pattern is freed after the backward pass of its layer, or with the hooks if ``free_later``.
-    """
+    """Hooks that pass A and dL/dA of each layer to ``use`` when the gradient reaches the layer."""
     patterns: dict[int, Tensor] = {}
 
     def store(layer: int, pattern: Tensor, hook: Any) -> None:
         patterns[layer] = pattern.detach()
 
     def multiply(layer: int, gradient: Tensor, hook: Any) -> None:
+        # A pattern is freed after the backward pass of its layer, or later with the hooks.
         use(layer, patterns[layer] if free_later else patterns.pop(layer), gradient)
 
     layers = attention_layers(model)

@@ -125,7 +125,6 @@ def _reason_of_comparison(model: HookedModel, what: str, compare: Callable[..., 
 
 def _compare_shared(model: HookedModel, batch: PromptBatch) -> str:
     after = batch.after(batch.tokens.shape[1] - QUERIES)
-
     whole, before, later = Shown(model), Shown(model), Shown(model)
     whole.logits = run_pass(model, batch, loss=any_loss, **whole.options)
     prefix = run_prefix(model, shared_tokens(after), **before.options)

@@ -132,9 +132,8 @@ def _gradients_of_steps(
 ) -> list[Tensor]:
     """The gradients of the losses of some steps, [step, ...] for each tensor.
 
-    Each loss depends on its own row before the unembedding alone. So the vocabulary, of which each
-    row of logits is as long, is gone through once for all steps. One backward pass computes all of
-    them where each operation of the model allows it.
+    Each loss depends on its own row before the unembedding alone, so that the vocabulary is gone
+    through once for all. One backward pass computes all steps where each operation allows it.
     """
     numbers = torch.tensor(steps, device=rows.device)
     chosen = torch.zeros(len(steps), *rows.shape, device="cpu").to(of_rows)
