@@ -18,8 +18,8 @@ from ..models.kinds import original_of
 from ..models.load import load_model
 from ..models.native_attention import is_native
 from ..models.quiet_libraries import quiet_libraries
+from ..passes.running import why_not_native
 from ..passes.shortcuts import why_no_fused_prefix, why_not_fused, why_not_shared
-from ..passes.twin_for import why_not_native
 from ..prompts.batch import PromptBatch
 from ..prompts.sampled import sample_prompts
 from ..questions.edge_sweep import EdgeSweep

@@ -27,7 +27,8 @@ from ..models.load import ensure_prepared
 from ..models.media_tokens import refuse_media_tokens
 from ..models.model_state import frozen_in_eval_mode, has_user_hooks, without_user_hooks
 from ..models.rotary import refuse_another_rotation
-from ..passes.comparison import TOLERANCE, difference_of, reason_of, tolerance
+from ..models.tiny_pass import relative_difference
+from ..passes.comparison import TOLERANCE, reason_of, tolerance
 from ..passes.forward import run_pass, run_prefix
 from ..prompts import edges
 from ..prompts.batch import PromptBatch, check_batch
@@ -340,7 +341,7 @@ def verified_cache(
     after_prefix = prompt.after(shared.tokens.shape[1])
     try:
         whole = run_prefix(model, shared, hooks=hooks(shared))
-        difference = difference_of(run_pass(model, after_prefix, prefix=whole), expected)
+        difference = relative_difference(run_pass(model, after_prefix, prefix=whole), expected)
     except PromptError:
         raise
     except Exception as error:
@@ -453,7 +454,7 @@ def _with_cuts(
     read = run_prefix(model, shared, hooks=hooks(shared), observers=observers).columns(selected)
     replacing = [(name, partial(replaced, name)) for name in names]
     moved = run_prefix(model, selected_columns(shared, selected), hooks=replacing)
-    if not difference_of(moved.values[0], read.values[0]) <= tolerance(model, ROUNDINGS):
+    if not relative_difference(moved.values[0], read.values[0]) <= tolerance(model, ROUNDINGS):
         raise ModelError("the values of layer 0 depend on positions")
     return replace(moved, values=read.values)
 
@@ -482,7 +483,7 @@ def _trial(
         tried = _context(prompt, cut, trial, {})
         expected = _context(prompt, whole, _Placed(selected, *as_in_prompt(selected)), {})
         passes = [context.query_pass(model, prompt) for context in (tried, expected)]
-        difference = difference_of(*(query_pass.logits(model) for query_pass in passes))
+        difference = relative_difference(*(query_pass.logits(model) for query_pass in passes))
     except PromptError:
         raise
     except Exception as error:  # attention in chunks, keys without a hook point, wrong shapes

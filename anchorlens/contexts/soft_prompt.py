@@ -11,7 +11,8 @@ from ..errors import ModelError, PromptError
 from ..models.hooked import Hook, HookedModel
 from ..models.kv_cache import KeyValues
 from ..models.optimizers import Adafactor
-from ..passes.comparison import difference_of, tolerance
+from ..models.tiny_pass import relative_difference
+from ..passes.comparison import tolerance
 from ..passes.forward import mean_loss_with_gradient, run_pass
 from ..passes.losses import LossOfBatch
 from ..prompts.batch import PromptBatch
@@ -145,7 +146,7 @@ def _check_reads_embeddings_alone(
     placeholders = torch.cat([tokens[:n_bos], torch.zeros_like(tokens[n_bos:])])
     hooks = [replaced_embeddings(embeddings, n_bos)]
     logits = run_pass(model, queries_after(prompt, placeholders), hooks=hooks)
-    difference = difference_of(logits, expected)
+    difference = relative_difference(logits, expected)
     if not difference <= tolerance(model, ROUNDINGS):
         raise ModelError(
             f"{model.cfg.model_name} reads tokens elsewhere than at hook_embed, too: with the "

@@ -24,19 +24,15 @@ Attention = Float[Tensor, "batch head query key"]
 
 
 class BatchHook:
-    """A hook of this package, not a function of the user.
+    """A hook of this package, not a function of the user."""
 
-    Attributes:
-        tokens: The tokens of the prompts for which it was made; None if it acts in all alike.
-    """
-
+    # Of the prompts for which it was made; None if it acts in all alike.
     tokens: Int[Tensor, "batch position"] | None
 
     def __call__(self, tensor: Tensor, hook: Any) -> Tensor | None:
         raise NotImplementedError
 
     def is_for(self, batch: PromptBatch) -> bool:
-        """Whether it acts in these prompts as it should."""
         made, tokens = self.tokens, batch.tokens
         return made is None or made is tokens or torch.equal(made, tokens)
 
@@ -48,11 +44,7 @@ class BatchHook:
 # TransformerLens takes the repr of every hook that it adds, and that of tensors takes long.
 @dataclass(frozen=True, eq=False, repr=False)
 class WholeHook(BatchHook):
-    """A hook for passes over whole prompts alone, such as one that replaces a pattern.
-
-    Attributes:
-        act: The hook.
-    """
+    """A hook for passes over whole prompts alone, such as one that replaces a pattern."""
 
     act: HookFunction
     tokens: Int[Tensor, "batch position"] | None = None
@@ -67,14 +59,9 @@ class TargetHook(WholeHook):
 
 @dataclass(frozen=True, eq=False, repr=False)
 class DetachedHeads(BatchHook):
-    """Stops the gradient through heads, in every token alike.
+    """Stops the gradient through heads, in every token alike."""
 
-    Attributes:
-        n_heads: How many heads the model has.
-        heads: Those that are detached.
-    """
-
-    n_heads: int
+    n_heads: int  # of the model
     heads: tuple[int, ...]
     tokens = None
 
@@ -87,23 +74,17 @@ class DetachedHeads(BatchHook):
 
 @dataclass(frozen=True, eq=False, repr=False)
 class EdgeHook(BatchHook):
-    """Cuts edges of the attention, or multiplies the attention along them.
+    """Cuts edges of the attention, or multiplies the attention along them."""
 
-    Attributes:
-        edges: The edges between all positions of the prompts. The last query of the attention is
-            the last position, also where the keys of the first tokens are cached.
-        renormalize: Whether it acts on the scores before the softmax, or on the pattern after it.
-        heads: The heads in which it acts; None for all heads.
-        factors: The factor of each head of the model; None cuts.
-        written: The edges of which those of tokens written after the prompts follow: the same, or
-            of the longer text for which they were given. None where they cannot be known.
-    """
-
+    # Between all positions of the prompts. The last query of the attention is the last position,
+    # also where the keys of the first tokens are cached.
     edges: EdgeSet
     tokens: Int[Tensor, "batch position"]
-    renormalize: bool = True
-    heads: tuple[int, ...] | None = None
-    factors: Float[Tensor, " head"] | None = None
+    renormalize: bool = True  # acts on the scores before the softmax, else on the pattern after it
+    heads: tuple[int, ...] | None = None  # in which it acts; None for all
+    factors: Float[Tensor, " head"] | None = None  # of each head of the model; None cuts
+    # The edges of which those of tokens written after the prompts follow: the same, or of the
+    # longer text for which they were given. None where they cannot be known.
     written: EdgeSet | None = None
 
     def __call__(self, tensor: Attention, hook: Any) -> Attention:
@@ -128,7 +109,6 @@ class EdgeHook(BatchHook):
 
     @property
     def cuts_scores(self) -> bool:
-        """Whether it cuts before the softmax, which a mask can do as well."""
         return self.renormalize and self.factors is None
 
     def in_heads(
@@ -171,20 +151,17 @@ class EdgeHook(BatchHook):
         return replace(self, edges=self.written.over(length), tokens=tokens)
 
     def _length_of(self, queries: int, keys: int, hook: Any) -> int:
-        """How long the prompts are in a pass, with the tokens that were written after them.
-
-        These are known if the pass continues the one before it, of which this hook was a part.
-        """
+        """How long the prompts are in a pass, with the tokens that were written after them."""
         length, before = tokens_run(hook, keys), _lengths.setdefault(self, {})
         name, given = getattr(hook, "name", None), self.edges.shape[2]
+        # What was written is known if the pass continues the one before it, with this hook.
         continues = before.get(name, 0) == (length - 1 if queries == length else length - queries)
         is_known = length == given or (continues and length > given)
         if not is_known or keys > length or queries > keys:
             raise HookError(
                 f"edges are for {given} query and {given} key positions, but the model runs "
                 f"{queries} queries over {keys} keys; make the hooks of the prompts that run. If "
-                "the model writes after them, let the hooks act from the pass over the prompts on, "
-                "in every pass"
+                "the model writes, let them act in each pass, from the pass over the prompts on"
             )
         before[name] = length
         return length

@@ -1,12 +1,10 @@
 """What is known of a model, found once: no run tries it again.
 
-1. ``prepare_model`` finds in tiny passes what every run needs, and keeps it here (``Facts``).
-2. All else is a function of the model alone, marked with ``fact``: its tiny passes run when it is
-   asked for the first time.
-3. A model that was moved to another type or got other modules is prepared again, and all facts are
-   found again.
-4. A model of the same architecture with other weights takes over the facts (``take_over``), but for
-   what holds modules (``own_fact``).
+1. ``prepare_model`` finds in tiny passes what every run needs, and keeps it here (``Facts``). All
+   else is a function of the model alone, marked with ``fact``, which runs once.
+2. A model that was moved to another type or got other modules is prepared again, and its facts are
+   found again. One of the same architecture with other weights takes them over (``take_over``),
+   but for what holds modules (``own_fact``).
 """
 
 from collections.abc import Callable, Sequence
@@ -52,10 +50,7 @@ class Operands:
 def hooks_on_operands(
     of_layers: Sequence[Operands | None], use: Callable[[int, Tensor], Any], *, of_keys: bool
 ) -> list[tuple[str, Callable[..., None]]]:
-    """Hooks that pass each layer's number, and the queries or keys that it multiplies, to ``use``.
-
-    In every way of running a layer these are the same, (batch, head, position, d_head).
-    """
+    """Hooks that pass each layer's number, and what it multiplies in every pass, to ``use``."""
 
     def act(layer: int, operands: Operands, tensor: Tensor, hook: Any) -> None:
         use(layer, operands.multiplied(tensor, hook, of_keys=of_keys))
@@ -100,10 +95,7 @@ def state_of(model: Any) -> tuple[Any, ...]:
 
 
 def take_over(model: Any, other: Any) -> None:
-    """Take over what was found of another model of the same architecture, type and device.
-
-    Nothing is taken where one of the two has modules that the other has not.
-    """
+    """Take over the facts of another model, unless its type, device or modules differ."""
     if facts_of(model).state == facts_of(other).state:
         facts_of(model).found.update(facts_of(other).found)
 

@@ -86,9 +86,8 @@ _lock = RLock()  # the class that is replaced belongs to the process, so that a 
 def parsed_once(name: str) -> Iterator[None]:
     """Inside, all readers of a .gguf file are one, and all tables of its names for tensors.
 
-    transformers makes a reader each for the configuration, the tokenizer and the weights, and each
-    would parse a vocabulary entry by entry; and a table with all layers for each of its modules.
-    Both take most of the time.
+    transformers makes a reader each for configuration, tokenizer and weights, which parse the
+    vocabulary, and a table of all layers for each module. Both take most of the time.
     """
     if not name.endswith(".gguf"):
         yield
@@ -110,7 +109,6 @@ def parsed_once(name: str) -> Iterator[None]:
 
 
 def refuse_part(file: str, count: int) -> None:
-    """Raise an error for one file of a model that is split into this number of files."""
     if count > 1:
         raise ModelError(
             f"{file} is one part of a model that is split into {count} files: join them (the tool "
@@ -254,7 +252,6 @@ def _set_rotations(
 
 
 def refuse_unread_tensors(file: str, weights: Any) -> None:
-    """Raise an error if a .gguf file has a tensor that no parameter of the model comes from."""
     from transformers import modeling_gguf_pytorch_utils as of_gguf
 
     reader, value = _opened(file)
@@ -268,7 +265,6 @@ def refuse_unread_tensors(file: str, weights: Any) -> None:
 
 
 def set_gguf_tokenizer(tokenizer: Any, file: str) -> None:
-    """Make a tokenizer that was read from a .gguf file give the tokens of llama.cpp."""
     from tokenizers import pre_tokenizers
 
     reader, value = _opened(file)
@@ -299,8 +295,7 @@ def set_gguf_tokenizer(tokenizer: Any, file: str) -> None:
     if refused:
         raise ModelError(
             f"{file} has settings of its tokenizer that are not read, so that it would give other "
-            f"tokens: {', '.join(refused)}. Give the tokenizer of the model (tokenizer=...): its "
-            "name on the hub, or its folder"
+            f"tokens: {', '.join(refused)}. Give the tokenizer of the model (tokenizer=...)"
         )
     if _BOS_AND_WHOLE.fullmatch(pre):
         backend.model.ignore_merges, tokenizer.add_bos_token = True, begins

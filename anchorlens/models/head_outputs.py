@@ -5,12 +5,11 @@ weighs it, is its values times W_O.
 
 A norm may follow. ``norm(alpha u) = norm(u)`` for every alpha above 0, so that a pattern that is
 scaled as a whole changes nothing there: ``F(alpha A) = F(A)``. With the divisor of a clean pass the
-norm is a linear function, and ``norm(alpha u) = alpha norm(u)``. A tiny pass tells it, and not the
-name of a norm or where it is called: that of OPT-350m follows the attention, but gets the residual
-stream too, and takes no scale away.
+norm is a linear function, and ``norm(alpha u) = alpha norm(u)``. A tiny pass tells it: the norm of
+OPT-350m follows the attention, but gets the residual stream too, and takes no scale away.
 """
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -20,10 +19,11 @@ from torch import Tensor
 
 from ..errors import MetricError, ModelError
 from ..system.devices import wide
-from .facts import fact, own_fact
+from .facts import fact
 from .hooked import (
     Hook,
     HookedModel,
+    at_known_points,
     attention_layers,
     attentions_of,
     hooks_by_layer,
@@ -67,9 +67,8 @@ def require_separate_heads(model: HookedModel, layers: list[int]) -> None:
         raise ModelError(
             f"the outputs of single heads are not known in layers {wrong} of "
             f"{model.cfg.model_name}: {z_name(wrong[0])} does not exist, or does not hold the "
-            "output of each head by itself, as where a norm mixes heads before the output "
-            "projection. Choose other layers, or act on the whole output of the attention with a "
-            "hook of your own on hook_attn_out"
+            "output of each head by itself, as where a norm mixes them. Choose other layers, or "
+            "act on the whole attention with a hook of your own on hook_attn_out"
         )
 
 
@@ -82,15 +81,13 @@ def layers_that_mix(model: HookedModel) -> frozenset[int]:
         pattern.retain_grad()
         patterns[layer] = pattern
 
+    def detach(z: Tensor, hook: Any) -> Tensor:
+        return detached(z, model.cfg.n_heads, [0])
+
     names = [z_name(layer) for layer in range(model.cfg.n_layers)]
-    points = model.hook_dict  # made anew at each access
-    missing = {layer for layer, name in enumerate(names) if name not in points}
-    hooks: list[Hook] = [LEAF, *hooks_by_layer(model, pattern_name, store)]
-    hooks += [
-        (name, lambda z, hook: detached(z, model.cfg.n_heads, [0]))
-        for name in names
-        if name in points
-    ]
+    detaching = at_known_points(model, [(name, detach) for name in names])
+    missing = {n for n, name in enumerate(names) if (name, detach) not in detaching}
+    hooks = [LEAF, *hooks_by_layer(model, pattern_name, store), *detaching]
     with tiny_passes(model, hooks, gradients=True):
         small_loss(logits_of(model, tiny_tokens(model))).backward()
     mixed = {k for k, each in patterns.items() if each.grad is None or each.grad[:, 0].any()}
@@ -110,16 +107,14 @@ def require_transformed_values(model: HookedModel) -> None:
     """Raise an error unless ``sum_h sum_j A_h,ij f_h(x_j) + b_O`` is the output of every layer."""
     if not hasattr(model, "blocks"):
         raise MetricError(
-            "the values of heads need the model, whose output projections no cache holds; give it: "
-            "al.caches.from_caches(..., model=model)"
+            "the values of heads need the model: give al.caches.from_caches(..., model=model)"
         )
     if wrong := layers_with_other_outputs(model):
         layer, reason = next(iter(wrong.items()))
         raise ModelError(
             f"what each head writes for each key is not known in layers {sorted(wrong)} of "
             f"{model.cfg.model_name}: in layer {layer}, {reason}. A norm or another projection may "
-            "come after hook_v or before W_O. Use a weight without values, such as "
-            "al.weights.saliency"
+            "come after hook_v or before W_O. Use another weight, such as al.weights.saliency"
         )
 
 
@@ -141,11 +136,9 @@ def layers_with_other_outputs(model: Any) -> dict[int, str]:
         *hooks_by_layer(model, values_name, values.__setitem__),
         *hooks_by_layer(model, "blocks.{}.hook_attn_out".format, append),
     ]
-    points = model.hook_dict  # made anew at each access
-    known = [hook for hook in hooks if hook[0] in points]
     attentions = attentions_of(model)
     of_modules = [(attention, partial(append, n)) for n, attention in attentions.items()]
-    with tiny_passes(model, known, of_modules):
+    with tiny_passes(model, at_known_points(model, hooks), of_modules):
         logits_of(model, tiny_tokens(model))
     reasons = {n: _reason(model, n, patterns.get(n), values.get(n), outputs[n]) for n in attentions}
     return {layer: reason for layer, reason in reasons.items() if reason}
@@ -199,11 +192,9 @@ class LinearNorm(NamedTuple):
         """The gradient of the inputs, from that of the output."""
         return self.centred(wide(gradient) * self.factors)
 
-    def acting(self) -> Callable[[Any, Any, Any], Tensor]:
+    def act(self, module: Any, inputs: Any, output: Tensor) -> Tensor:
         """A hook on the module that makes it linear."""
-        return lambda module, inputs, output: (self.without_bias(inputs[0]) + self.bias).to(
-            output.dtype
-        )
+        return (self.without_bias(inputs[0]) + self.bias).to(output.dtype)
 
 
 def no_norm(inputs: Tensor) -> LinearNorm:
@@ -211,13 +202,12 @@ def no_norm(inputs: Tensor) -> LinearNorm:
     return LinearNorm(torch.zeros_like(inputs.flatten(0, -2)[0]), False, torch.ones_like(inputs))
 
 
-@own_fact
+@fact
 def norms_after(model: HookedModel) -> dict[int, int]:
     """By layer the norm that takes the scale of its pattern away, if any: its number in modules_of.
 
-    In one pass over equal rows, each layer has a row where its pattern is doubled, and one where it
-    is 0. Doubling must change little beside what zero changes, in the logits, and in what the norm
-    gives out although it gets twice as much.
+    In one pass over equal rows, each layer's pattern is doubled in one row and 0 in another.
+    Doubling must change little beside 0: in the logits, and what a norm makes of twice as much.
     """
     n_layers, modules = model.cfg.n_layers, modules_of(model)
     count, attended, found = 1 + 2 * n_layers, list[int](), dict[int, int]()
@@ -273,4 +263,4 @@ class FrozenNorms:
         """Hooks that make the norm of a layer linear; none where nothing takes the scale away."""
         if layer not in self._modules:
             return []
-        return [(self._modules[layer], self.found[layer].acting())]
+        return [(self._modules[layer], self.found[layer].act)]

@@ -69,15 +69,10 @@ def run_sent(run: Callable[..., Tensor], model: Any, tokens: Tensor, **inputs: A
 
 
 def devices_of_layers(model: Any) -> list[torch.device]:
-    """The device on which each layer computes."""
-    first = device_of(model)
-    devices = [next(iter(block.parameters())).device for block in model.blocks]
-    # Weights that accelerate brings to the device of the model when they are needed.
-    return [first if device.type == "meta" else torch.device(device) for device in devices]
+    return [device_of(block) for block in model.blocks]
 
 
 def dtype_of(model: Any) -> torch.dtype:
-    """The type of the parameters."""
     dtype: torch.dtype = next(iter(model.parameters())).dtype
     return dtype
 
@@ -99,18 +94,14 @@ after_block = "blocks.{}.hook_resid_post".format
 
 
 def attention_layers(model: Any) -> list[int]:
-    """The layers that have an attention, and so a pattern. Others may be recurrent, for example.
-
-    The sizes of a cache that came without its model stand for one with attention in each layer.
-    """
-    if not hasattr(model, "blocks"):
+    """The layers that have an attention, and so a pattern. Others may be recurrent, for example."""
+    if not hasattr(model, "blocks"):  # the sizes of a cache that came without its model
         return [*range(model.cfg.n_layers)]
     blocks = model.blocks._modules.values()  # without a call of Python: this runs in each pass
     return [layer for layer, block in enumerate(blocks) if "attn" in block._modules]
 
 
 def attentions_of(model: Any) -> dict[int, Any]:
-    """The attention module of each layer that has one."""
     return {layer: model.blocks[layer].attn for layer in attention_layers(model)}
 
 
@@ -155,7 +146,6 @@ def indices_of(kind: str, chosen: Iterable[int] | int, count: int) -> list[int]:
 
 
 def names_of_layers(model: HookedModel, name: Callable[[int], str]) -> list[str]:
-    """The name of a hook point in every layer that has it."""
     return [name(layer) for layer in layers_with(model, name)]
 
 
@@ -163,11 +153,20 @@ def hooks_by_layer(
     model: HookedModel, name: Callable[[int], str], observe: Callable[[int, Tensor], Any]
 ) -> list[Hook]:
     """A hook for every layer with the point that passes its number and tensor to ``observe``."""
+    return hooks_in_layers(model, name, lambda layer, tensor, hook: observe(layer, tensor))
 
-    def act(layer: int, tensor: Tensor, hook: Any) -> None:
-        observe(layer, tensor)
 
+def hooks_in_layers(
+    model: Any, name: Callable[[int], str], act: Callable[[int, Tensor, Any], Any]
+) -> list[Hook]:
+    """The same, but ``act`` itself is called, which takes the hook: for hooks that run often."""
     return [(name(layer), partial(act, layer)) for layer in layers_with(model, name)]
+
+
+def at_known_points(model: HookedModel, hooks: Iterable[Hook]) -> list[Hook]:
+    """The hooks, named by their points, whose points the model has."""
+    points = model.hook_dict  # made anew at each access
+    return [hook for hook in hooks if hook[0] in points]
 
 
 def vocabulary_of(model: HookedModel) -> int:
@@ -181,12 +180,10 @@ def has_sinks(model: Any) -> bool:
 
 
 def refuse_longer_than(context: int, longest: int) -> None:
-    """Raise an error for prompts with more tokens than the context of the model."""
     if longest > context:
         raise PromptError(
             f"a prompt has {longest} tokens, but the model's context is {context}; use fewer or "
-            "shorter demonstrations, or build_prompts(..., max_length=..., "
-            "drop_too_long=True)"
+            "shorter demonstrations, or build_prompts(..., max_length=..., drop_too_long=True)"
         )
 
 
@@ -216,19 +213,16 @@ def check_fits(model: HookedModel, *batches: PromptBatch) -> None:
 
 
 def refuse_folded_value_biases(model: Any) -> None:
-    """Raise an error if the value biases are folded into the output bias.
+    """Raise an error if the value biases are folded into the output bias, as they can be any time.
 
-    Folding makes each head's value bias, times the sum of its row of the pattern, a constant, so
-    that values, outputs of heads, and everything that scales or differentiates the pattern after
-    the softmax change. Folded value biases are zero where the query and key biases are not. A model
-    can be folded at any time.
+    A head's value bias, times the sum of its row of the pattern, is a constant then.
     """
+    # Folded biases are zero where those of queries and keys are not.
     if _all_zero(model, "b_V") and not (_all_zero(model, "b_Q") and _all_zero(model, "b_K")):
         raise ModelError(
-            "the value biases of this model are folded into its output bias. This does not change "
-            "the logits (except with attention sinks), but changes values, outputs of heads, "
-            "saliency, re-weighting and every edit of the pattern after the softmax; load the "
-            "model with al.load_model, or with fold_value_biases=False "
+            "the value biases of this model are folded into its output bias, which changes values, "
+            "outputs of heads, saliency, re-weighting and every edit of the pattern after the "
+            "softmax; load the model with al.load_model, or with fold_value_biases=False "
             "(HookedTransformer.from_pretrained and enable_compatibility_mode take it)"
         )
 

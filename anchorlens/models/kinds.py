@@ -43,7 +43,6 @@ def original_of(model: Any) -> Any:
 
 
 def is_bridge(model: Any) -> bool:
-    """Whether the model is a TransformerBridge."""
     return original_of(model) is not None
 
 
@@ -69,10 +68,8 @@ def head_of(model: Any) -> Any:
 
 
 def modules_of(model: Any) -> list[torch.nn.Module]:
-    """Every module once, also those of the wrapped model that a bridge does not register.
-
-    The order is that of ``modules()``, which takes longer: it makes a name for each of thousands.
-    """
+    """Every module once, also those of the wrapped model that a bridge does not register."""
+    # In the order of ``modules()``, which makes a name for each of thousands.
     found: dict[torch.nn.Module, None] = {}
     waiting = [original_of(model), model]
     while waiting:
@@ -91,7 +88,6 @@ def cached_heads(model: Any, count: int) -> Int[Tensor, " head"]:
 
 
 def name_of_cache(model: Any) -> str:
-    """The argument by which the transformers model in a bridge takes its key-value cache."""
     # Until transformers 5.23 it was past_key_values.
     return "cache" if takes_argument(model, "cache") else "past_key_values"
 
@@ -103,12 +99,9 @@ def takes_argument(model: Any, name: str) -> bool:
 
 
 def inputs_without_cache(model: Any, mask: Bool[Tensor, "batch position"]) -> dict[str, Any]:
-    """Arguments of the model's forward other than the tokens, for whole prompts.
-
-    Without a cache, which would copy all keys, and to which a block that runs twice would append
-    its keys twice. All tiny passes use these arguments too: some models compute with other types
-    where there is a cache (OLMo 2 in bfloat16).
-    """
+    """Arguments of the model's forward other than the tokens, for whole prompts and tiny passes."""
+    # A cache would copy all keys, and get those of a block that runs twice twice. Some models
+    # compute with other types where there is one (OLMo 2 in bfloat16).
     takes_cache = is_bridge(model) or takes_argument(model, "use_cache")
     return {"attention_mask": mask.long()} | ({"use_cache": False} if takes_cache else {})
 
@@ -126,10 +119,7 @@ def inputs_with_cache(
 ) -> tuple[dict[str, Any], Any]:
     """Arguments of the model's forward for tokens after cached ones, and the new cache in them.
 
-    The masks, of these tokens and of those before, are False at padding; ``pairs`` are the keys and
-    values of those before. The cache of transformers is made without the model's settings, so that
-    it stores all positions also in sliding-window layers. Their masks still limit what they attend
-    to.
+    ``pairs`` are the keys and values of the tokens ``before``, and ``start`` is the next position.
     """
     if not is_bridge(model):
         from transformer_lens import TransformerLensKeyValueCache
@@ -144,6 +134,8 @@ def inputs_with_cache(
         return {"past_kv_cache": of_lens, "attention_mask": mask.long()}, of_lens
     from transformers import DynamicCache
 
+    # Without the model's settings, it stores all positions in layers with a window too, whose
+    # masks still limit what they attend to.
     cache = DynamicCache()
     for entry, (key, value) in enumerate(pairs):
         cache.update(key, value, entry)

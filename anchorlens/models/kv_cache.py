@@ -4,7 +4,7 @@ A cache has an entry for each layer that computes keys and values. Mostly these 
 last layers of Gemma 4 E2B and E4B read the entries of earlier layers.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -13,11 +13,16 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from ..errors import ModelError
+from ..prompts.batch import PromptBatch, only_set
 from ..system.arguments import checked
+from ..system.free_memory import free_for_layers
+from .batch_hooks import TargetHook, in_leading_tokens
 from .facts import known_facts
-from .hooked import HookedModel, HookFunction, devices_of_layers
+from .hooked import Hook, HookedModel, HookFunction, devices_of_layers
 from .kinds import inputs_with_cache, pairs_in
 from .rotary import refuse_another_rotation
+
+CLEAN = "clean"  # the key of a pass without hooks
 
 Entries = tuple[Float[Tensor, "batch _ position _"], ...]  # of keys or values
 
@@ -44,10 +49,7 @@ class Graph:
     def at_points(
         self, leaves: Sequence[Float[Tensor, "batch _ position _"]]
     ) -> list[tuple[HookFunction, Tensor]]:
-        """The gradients at the hook points, with what receives them.
-
-        They follow from the gradients of the prompts' copies of ``outputs``, all at once.
-        """
+        """The gradients at the hook points, from those of the prompts' copies of ``outputs``."""
         gradients = [torch.zeros_like(leaf) if leaf.grad is None else leaf.grad for leaf in leaves]
         found = torch.autograd.grad(
             self.outputs,
@@ -93,11 +95,10 @@ class KeyValues:
 
     def before(self, position: int) -> "KeyValues":
         """The columns before a position alone; all of them if there are fewer."""
-        mask = self.attention_mask[:, :position]
-        keys, values = ([x[:, :, :position] for x in each] for each in (self.keys, self.values))
-        return KeyValues((*keys,), (*values,), mask, mask.sum(1), self.text_length)
+        first = self.columns(slice(position))
+        return replace(first, next_position=first.attention_mask.sum(1), graph=None)
 
-    def columns(self, selected: Bool[Tensor, " position"]) -> "KeyValues":
+    def columns(self, selected: Bool[Tensor, " position"] | slice) -> "KeyValues":
         """The selected columns alone, as computed with the other columns."""
         return replace(
             self,
@@ -128,8 +129,7 @@ def inputs_after(
 ) -> tuple[dict[str, Any], Any]:
     """Arguments of the model's forward for tokens after a prefix, and the cache in them.
 
-    In ``copies`` are then the keys and values of each entry, one copy for each prompt, so that each
-    collects its own gradient. A ModelError if the model does not continue from a cache.
+    In ``copies`` are then the keys and values of each prompt, which collect their own gradients.
     """
     if (facts := known_facts.get(model)) is not None and facts.why_no_cache:
         raise ModelError(facts.why_no_cache)
@@ -158,10 +158,7 @@ def prefix_of(
     points: Sequence[tuple[Tensor, HookFunction]] = (),
     before: KeyValues | None = None,
 ) -> KeyValues:
-    """The prefix that a pass stored in its cache, with the prefix ``before`` it.
-
-    The mask is that of the columns that were run; ``points`` are empty without gradients.
-    """
+    """The prefix that a pass over the columns of the mask stored, with the prefix ``before`` it."""
     next_position, text_length = attention_mask.sum(1), _text_length(attention_mask, before)
     if before is not None:
         mask = before.attention_mask.expand(len(attention_mask), -1)
@@ -191,3 +188,42 @@ def keys_and_values(cache: Any, length: int) -> tuple[Entries, Entries]:
         raise ModelError("the model takes no key-value cache, or stores only a part of it")
     keys, values = zip(*pairs, strict=True)
     return keys, values
+
+
+def shared_tokens(batch: PromptBatch) -> PromptBatch:
+    """The tokens before a batch after a prefix, as one prompt."""
+    return batch.whole().prompt(0).before(batch.first_query)
+
+
+class SharedPrefixes:
+    """Keys and values of shared tokens, computed once for each change in the last set."""
+
+    def __init__(self, model: HookedModel, run: Callable[..., KeyValues]) -> None:
+        self.model, self._run = model, run
+        # By the key of what acts: what acted, and the keys and values.
+        self.stored: dict[Hashable, tuple[Sequence[Hook], KeyValues]] = {}
+        self._set: int | None = None  # to which all of them belong
+
+    def of(
+        self, batch: PromptBatch, key: Hashable, acting: Sequence[Hook]
+    ) -> tuple[Sequence[Hook], KeyValues]:
+        """The hooks that act in the tokens before a batch, and the keys and values there.
+
+        They are stored under a ``key`` that gives the same hooks for each batch; None stores none.
+        """
+        set_id = only_set(batch)
+        if set_id != self._set:
+            self.stored.clear()
+        self._set = set_id
+        if all(isinstance(act, TargetHook) for _, act in acting):
+            key = CLEAN  # in the shared tokens all such changes are the clean run
+        if key in self.stored:
+            return self.stored[key]
+        leading = in_leading_tokens(acting, batch.first_query)
+        prefix = self._run(self.model, shared_tokens(batch), hooks=leading)
+        # A sweep has a prefix for each site and each random control. Those of long prompts can take
+        # more memory than the passes.
+        size = prefix.size + sum(other.size for _, other in self.stored.values())
+        if key is not None and size <= free_for_layers(devices_of_layers(self.model)):
+            self.stored[key] = leading, prefix
+        return leading, prefix

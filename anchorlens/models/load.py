@@ -76,19 +76,18 @@ def load_model(
     Weights stay as trained: nothing is folded or centred. Code that comes with them is never run.
 
     Args:
-        source: Name on the hub, local folder, ``.gguf`` file, or a loaded transformers model.
-            A loaded model becomes a part of the hooked model, even if an error is raised later:
-            pass a copy if you want to use it separately.
-        tokenizer: A tokenizer, or the name or folder of one. Required with a loaded model; by
-            default, the tokenizer stored with the weights.
-        device: ``"cuda"``, ``"mps"`` or ``"cpu"``. By default, the device that accelerate gave
-            this process, otherwise the first of the three that is available. A loaded model stays
-            on its device by default; if a device is named, it is copied there.
-        device_map: Spreads the layers over several devices, as in transformers: ``"auto"``,
-            ``"balanced"``, ``"balanced_low_0"``, ``"sequential"``, one device, or the device of
-            each module by its name. It takes the place of ``device``. All weights stay in memory:
-            for those on the disk pass a model that transformers loaded.
-        dtype: Type of the weights; by default, the type in which they are stored.
+        source: Name on the hub, local folder, ``.gguf`` file, or a loaded transformers model, which
+            becomes a part of the hooked model, even if an error is raised later: pass a copy if you
+            want to use it separately.
+        tokenizer: A tokenizer, or the name or folder of one; by default the one stored with the
+            weights. Required with a loaded model.
+        device: ``"cuda"``, ``"mps"`` or ``"cpu"``. By default the device that accelerate gave this
+            process, otherwise the first of the three that is available. A loaded model stays where
+            it is, or is copied to the device that is named.
+        device_map: In place of ``device``, spreads the layers over several, as in transformers:
+            ``"auto"``, ``"balanced"``, ``"balanced_low_0"``, ``"sequential"``, one device, or the
+            device of each module by its name. All weights stay in memory.
+        dtype: Type of the weights; by default that in which they are stored.
         revision: For a name on the hub a branch, tag or commit, such as a checkpoint of the
             training; it becomes a part of the model's name (``name@revision``).
 
@@ -97,12 +96,11 @@ def load_model(
         exactly where the tokenizer, as loaded, adds one.
 
     Raises:
-        ModelError: ``source`` is something else, such as a PeftModel or a compiled model; the model
-            or its tokenizer cannot be found or read, needs code of its own, or was made inside
-            ``torch.inference_mode``; its weights lack tensors or have tensors of another shape, a
-            device cannot be used or has too little memory, both ``device`` and ``device_map`` are
-            given, ``source`` has no revisions, TransformerLens does not know the architecture or
-            computes other logits than transformers, or its attention hooks cannot be made to act.
+        ModelError: The model or its tokenizer cannot be found or read, is of another kind (such as
+            a PeftModel or a compiled model), needs code of its own, was made inside
+            ``torch.inference_mode``, or has other weights than its configuration; a device cannot
+            be used, or an argument does not fit another; or TransformerLens does not know the
+            architecture, computes other logits than transformers, or its hooks cannot act.
 
     Examples:
         >>> model = al.load_model(folder, device="cpu")  # or "gpt2"
@@ -136,10 +134,9 @@ def prepare_model(model: Model) -> Model:
     """Make a hooked model's attention hooks act, and verify it in one tiny pass.
 
     Afterwards edits and gradients at ``blocks.L.attn.hook_attn_scores`` and ``hook_pattern`` act in
-    plain ``run_with_hooks``, also in hooks that you write. Each hook is called once a pass. Where a
-    ``TransformerBridge`` runs the attention of transformers and would call the hooks too late
-    (GPT-J, GPT-Neo, OPT and rarer architectures), the ``forward`` of that module is replaced.
-    Nothing else in the model is changed, and ``restore_model`` undoes it.
+    plain ``run_with_hooks``, also in hooks that you write, once a pass. Where a
+    ``TransformerBridge`` would call the hooks too late (GPT-J, GPT-Neo, OPT and rarer
+    architectures), the ``forward`` of the attention is replaced, until ``restore_model`` undoes it.
 
     One forward and backward over three tokens verifies for every layer that an edit of the scores
     reaches the pattern; that the pattern has the shape [batch, head, query, key], entries from 0 to
@@ -153,8 +150,7 @@ def prepare_model(model: Model) -> Model:
         The same model.
 
     Raises:
-        ModelError: The hooks cannot be made to act; the layers are named, and the model is as it
-            was.
+        ModelError: The hooks cannot be made to act; the model is as it was.
 
     Examples:
         >>> al.prepare_model(model) is model
@@ -195,13 +191,10 @@ def restore_model(model: Model) -> Model:
     """Undo ``prepare_model``: every module has its own ``forward`` again.
 
     Args:
-        model: A model, prepared or not.
+        model: A model of TransformerLens, prepared or not; anything else is a ModelError.
 
     Returns:
         The same model. Functions that build hooks for it raise an error until it is prepared again.
-
-    Raises:
-        ModelError: It is no model of TransformerLens.
 
     Examples:
         >>> al.restore_model(al.prepare_model(model)) is model
@@ -243,10 +236,7 @@ def _refuse_other_sources(source: Any) -> None:
     if isinstance(source, str | os.PathLike):
         return
     if hasattr(source, "peft_config"):
-        cure = (
-            "pass model.merge_and_unload(), or save a prefix and read it with "
-            "al.contexts.context_from_peft"
-        )
+        cure = "pass model.merge_and_unload(); al.contexts.context_from_peft reads a saved prefix"
     elif hasattr(source, "_orig_mod"):
         cure = "pass model._orig_mod, the model before torch.compile"
     elif hasattr(source, "hook_dict"):
@@ -269,14 +259,9 @@ def ensure_prepared(model: HookedModel) -> None:
 
 
 def _boot(name: str, weights: Any, tokenizer: Any) -> Any:
-    """The bridge of ``TransformerBridge.boot_transformers``, which patches classes of transformers.
-
-    For models of images it also installs torchvision, which may replace torch.
-    """
+    """A bridge; ``boot_transformers`` would patch classes of transformers, install torchvision."""
     from transformer_lens.model_bridge.sources import build_bridge_from_module
-    from transformer_lens.model_bridge.sources.transformers import (
-        determine_architecture_from_hf_config,
-    )
+    from transformer_lens.model_bridge.sources import transformers as of_transformers
 
     if not weights.config.architectures:  # absent in models made in memory and in converted files
         weights.config.architectures = [type(weights).__name__]
@@ -287,7 +272,7 @@ def _boot(name: str, weights: Any, tokenizer: Any) -> Any:
     set_as_found = implementations_of(weights)
     try:
         weights.set_attn_implementation("eager")
-        architecture = determine_architecture_from_hf_config(config)
+        architecture = of_transformers.determine_architecture_from_hf_config(config)
         options = {"hf_config": config, "tokenizer": tokenizer, "model_name": name}
         return build_bridge_from_module(weights, architecture, **options)
     except Exception as error:  # an unknown architecture, or an adapter that does not fit
@@ -308,9 +293,8 @@ def _refuse_weights_elsewhere(name: str, model: Any) -> None:
     if any(each.is_meta for each in model.parameters()):
         raise ModelError(
             f"weights of {name} are on the device 'meta': its tensors have shapes and no numbers. "
-            "If accelerate moves each from the CPU or a disk when it is used, load the model so "
-            "that all stay in memory: in a smaller type (dtype=torch.bfloat16), or over several "
-            'devices (device_map="auto")'
+            "If accelerate moves each when it is used, load the model so that all stay in memory: "
+            'in a smaller type (dtype=torch.bfloat16), or over several devices (device_map="auto")'
         )
 
 
@@ -319,8 +303,7 @@ def _refuse_inference_tensors(name: str, model: Any) -> None:
     if any(each.is_inference() for root in roots for each in (*root.parameters(), *root.buffers())):
         raise ModelError(
             f"{name} was made inside torch.inference_mode(), so that no gradient can go through "
-            "its tensors; make it outside, or give a copy that is made outside: "
-            "copy.deepcopy(model)"
+            "its tensors; make it outside, or copy it outside: copy.deepcopy(model)"
         )
 
 
@@ -332,9 +315,8 @@ def _refuse_different_logits(name: str, expected: Tensor, model: Any, tokens: Te
     difference = relative_difference(computed, expected)
     if not difference <= rounding_of_passes(expected.dtype):
         raise ModelError(
-            f"TransformerLens makes another model of {name!r}: its logits differ by "
-            f"{difference:.2g} of the largest. Its adapter does not fit this model; try another "
-            "version of transformer-lens"
+            f"TransformerLens makes another model of {name!r}, whose logits differ by "
+            f"{difference:.2g} of the largest; try another version of transformer-lens"
         )
 
 
@@ -365,7 +347,6 @@ def _refuse_missing_hooks(model: Any) -> None:
         raise ModelError(
             f"layers {closed or [*range(model.cfg.n_layers)]} of {name} have no attention pattern "
             "to hook: TransformerLens has no hook points of scores and pattern there. They are "
-            "layers of another kind, such as state-space layers, or attention that it leaves "
-            "closed; these analyses need a pattern in at least one layer, and in each with an "
-            "attention that TransformerLens opens"
+            "state-space layers, or attention that it leaves closed; these analyses need a pattern "
+            "in at least one layer, and in each whose attention TransformerLens opens"
         )

@@ -1,8 +1,7 @@
 """Tokens that stand for an image, a sound or a video, and what a model takes for those of images.
 
 A multimodal model replaces their embeddings by those of the image. Without it, every number would
-be that of another input. What the model takes beside tokens and masks is given in one place,
-``inputs_of_images``.
+be that of another input. What the model takes for it is in ``inputs_of_images`` alone.
 """
 
 import re
@@ -80,17 +79,13 @@ def check_media_tokens(model: HookedModel, *batches: PromptBatch) -> None:
             if count > (found := int((spans[row] == 1).sum())):
                 raise PromptError(
                     f"prompt {row} has {count} images, but {found} groups of their tokens: the "
-                    "model reads images side by side as one. Write the marks of the processor "
-                    "around each placeholder (such as <|vision_start|> and <|vision_end|>), or a "
-                    "text between them"
+                    "model reads images side by side as one. Write a text between them, or the "
+                    "processor's marks around each (such as <|vision_start|> and <|vision_end|>)"
                 )
 
 
 def refuse_media_tokens(model: HookedModel, *batches: PromptBatch) -> None:
-    """Raise an error for prompts with such tokens, with an image or without it.
-
-    For what writes tokens anew, or goes on after a key-value cache.
-    """
+    """Raise an error for such tokens where tokens are written, or come after a key-value cache."""
     names = media_tokens(model)
     for batch in batches:
         _refuse(batch, [True] * len(batch), names, _WHOLE if batch.inputs else _LACKS)

@@ -47,10 +47,8 @@ def frozen_in_eval_mode(model: Any) -> Iterator[None]:
 
     What torch does at each operation and which warnings are seen is restored too, because an
     interrupt can skip the end of the contexts of torch and of other libraries inside.
-
-    Threads that run the same model take turns, because each would see the other's hooks and modes.
     """
-    with _lock_of(model):
+    with _lock_of(model):  # threads take turns, because each would see the other's hooks and modes
         # The modules are listed once, because a bridge has thousands; eval() would walk them again.
         modules = modules_of(model)
         training = [module for module in modules if module.training]
@@ -96,7 +94,6 @@ def without_user_hooks(model: Any) -> Iterator[None]:
 
 
 def has_user_hooks(model: Any) -> bool:
-    """Whether the user put hooks on the model, apart from those that are given to a run."""
     return bool(_tables_of_user(model))
 
 
@@ -137,7 +134,6 @@ def _needed(module: nn.Module, hooks: HookTable) -> HookTable:
 
 
 def is_of_library(hook: Any) -> bool:
-    """Whether a hook on a module is a part of what the model computes."""
     function = hook.func if isinstance(hook, partial) else hook
     return str(getattr(function, "__module__", "")).partition(".")[0] in _LIBRARIES
 
@@ -154,10 +150,7 @@ def added_hooks(
     backward: Sequence[Hook] = (),
     of_modules: Sequence[ModuleHook] = (),
 ) -> SafeContext[None]:
-    """Inside, hooks act; every pass of the package runs in it, also a pass without hooks.
-
-    ``forward`` are on what hook points give out, ``backward`` on the gradients there.
-    """
+    """Inside, hooks act on what points give out, and on gradients there; every pass runs in it."""
     points = model.hook_dict if forward or backward else {}  # made anew at each access
     added = [
         (point, act, direction)

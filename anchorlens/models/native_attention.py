@@ -4,13 +4,10 @@ A ``TransformerBridge`` rebuilds the attention of most architectures step by ste
 points inside the computation. For some architectures transformers computes the attention, and the
 bridge calls the hook points afterwards, when an edit changes nothing. This file replaces the
 ``forward`` of such a module: while it runs, the arguments and results of two functions (softmax and
-matrix product) pass through the hook points. The arithmetic stays that of transformers, with its
-scaling, soft caps and masks. The attention interface of transformers would need a copy of the
-arithmetic for each architecture, and a global registration.
+matrix product) pass through the hook points. The arithmetic stays that of transformers.
 
-From version 5.24 on, transformers gives the key-value cache to an attention as ``cache``. Attention
-that the bridge rebuilds knows only the former name, and would store nothing. ``pass_cache`` gives
-it the cache under that name.
+From version 5.24 on, transformers gives the key-value cache to an attention as ``cache``, which
+attention that the bridge rebuilds does not know: it would store nothing. ``pass_cache`` renames it.
 
 The cache keeps no keys that are beyond the window of a layer, so that the shape of a pattern does
 not tell how many tokens ran. Hooks inside the attention find it out (``tokens_run``).
@@ -197,7 +194,11 @@ class _ThroughHooks(TorchFunctionMode):
         hidden = kwargs["hidden_states"] if "hidden_states" in kwargs else args[0]
         self.attention, self.is_native = attention, is_native
         # The axes of scores and queries before the last axis.
-        self.shape = (hidden.shape[0], attention.config.n_heads, hidden.shape[1])
+        batch, heads, queries = hidden.shape[0], attention.config.n_heads, hidden.shape[1]
+        self.shape = batch, heads, queries
+        # Some models have one axis for batch and heads (XGLM).
+        self.of_scores = (self.shape, (batch * heads, queries)) if is_native else ()
+        self.of_queries = (self.shape,) if _has_rotary_points(attention) else ()
         self.softmaxes = self.products = 0
 
     def __enter__(self) -> Any:
@@ -207,11 +208,13 @@ class _ThroughHooks(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        is_ours = self.is_scores(func, args) or self.is_product(func, args)
-        if not is_ours or _modules_running() != self.depth:
+        is_scores = func in _SOFTMAX and bool(args) and args[0].shape[:-1] in self.of_scores
+        is_first = func in _PRODUCT and not self.products and len(args) == 2
+        is_product = is_first and args[0].shape[:-1] in self.of_queries
+        if not (is_scores or is_product) or _modules_running() != self.depth:
             return func(*args, **kwargs)
         # PyTorch switches this mode off here, so that it ignores a softmax inside a hook.
-        if func in _PRODUCT:
+        if is_product:
             self.products += 1
             query, transposed_key = args
             key = self.attention.hook_rot_k(transposed_key.mT)
@@ -220,19 +223,6 @@ class _ThroughHooks(TorchFunctionMode):
         scores = self.attention.hook_attn_scores(args[0].reshape(*self.shape, -1))
         pattern = self.attention.hook_pattern(func(scores, *args[1:], **kwargs))
         return pattern.reshape(args[0].shape)
-
-    def is_scores(self, func: Any, args: Any) -> bool:
-        """Whether this is the softmax of the scores."""
-        batch, heads, queries = self.shape
-        # Some models have one axis for batch and heads (XGLM).
-        shapes = (self.shape, (batch * heads, queries))
-        return self.is_native and func in _SOFTMAX and bool(args) and args[0].shape[:-1] in shapes
-
-    def is_product(self, func: Any, args: Any) -> bool:
-        """Whether this is the first product of queries and keys, which have hook points."""
-        if func not in _PRODUCT or self.products or len(args) != 2:
-            return False
-        return args[0].shape[:-1] == self.shape and _has_rotary_points(self.attention)
 
 
 def _modules_running() -> int:

@@ -15,19 +15,16 @@ from ..system.devices import in_float64
 class Adafactor:
     """Makes the Adafactor of transformers with a constant learning rate (Shazeer and Stern, 2018).
 
-    Its steps are not scaled by the parameters, and the learning rate does not warm up. These are
-    the settings of prompt tuning (Lester et al., 2021, section 2) and of PEZ. torch has another
-    rule under this name.
+    Its steps are not scaled by the parameters, and the learning rate does not warm up, as in prompt
+    tuning (Lester et al., 2021, section 2) and PEZ. torch has another rule under this name.
 
     Attributes:
-        lr: Learning rate: about the size of a step in each coordinate, whatever the size of the
-            gradient is.
+        lr: About the size of a step in each coordinate, whatever the size of the gradient is.
     """
 
     lr: float = 0.3
 
     def __call__(self, parameters: Sequence[Tensor]) -> Optimizer:
-        """The optimizer of these parameters."""
         from transformers.optimization import Adafactor as OfTransformers
 
         optimizer: Optimizer = OfTransformers(
@@ -40,8 +37,8 @@ class Adafactor:
 class RelativeAdafactor:
     """Makes ``Adafactor`` with a learning rate relative to the size of the parameters.
 
-    The size is the root mean square of all parameters at the start. Embeddings differ in it from
-    model to model, so that one learning rate makes small steps in one and large ones in another.
+    The size is the root mean square of all parameters at the start, in which embeddings differ from
+    model to model.
 
     Attributes:
         rate: Learning rate over that size.
@@ -50,7 +47,6 @@ class RelativeAdafactor:
     rate: float
 
     def __call__(self, parameters: Sequence[Tensor]) -> Optimizer:
-        """The optimizer of these parameters, whose size is measured now."""
         values = torch.cat([parameter.detach().flatten() for parameter in parameters])
         return Adafactor(self.rate * float(root_mean_square(values)))(parameters)
 

@@ -22,8 +22,7 @@ _HARMLESS = re.compile("deprecated|LOAD REPORT|Token indices sequence length")
 def warnings_of_transformers() -> Iterator[None]:
     """What transformers logs as a warning inside is a warning of ours afterwards.
 
-    It may decide numbers: a tokenizer splits texts wrongly, or rotations have unknown settings.
-    TransformerLens hides all of it in every process that imports it.
+    It may decide numbers, as unknown settings do. TransformerLens, once imported, hides all of it.
     """
     from transformers.utils import logging as of_transformers
 
@@ -49,16 +48,13 @@ def warnings_of_transformers() -> Iterator[None]:
 def quiet_libraries() -> Iterator[None]:
     """Inside, other libraries log errors only and draw no bars but those of downloads."""
     # Imported first, because at their import they set the level of their loggers.
-    from huggingface_hub.utils import (
-        are_progress_bars_disabled,
-        disable_progress_bars,
-        enable_progress_bars,
-    )
+    from huggingface_hub import utils as of_hub
     from transformers import modeling_gguf_pytorch_utils as of_gguf
     from transformers.utils import logging as of_transformers
 
     had_bars = of_transformers.is_progress_bar_enabled()
-    draw_downloads = disable_progress_bars if are_progress_bars_disabled() else enable_progress_bars
+    has_none = of_hub.are_progress_bars_disabled()
+    draw_downloads = of_hub.disable_progress_bars if has_none else of_hub.enable_progress_bars
     bar_of_gguf = of_gguf.tqdm
 
     def restore() -> None:

@@ -42,6 +42,8 @@ _UNUSED = re.compile(
 )
 _HUB_NAME = re.compile(r"[\w.-]+(/[\w.-]+)?")
 _PART = re.compile(r"-\d{5}-of-(\d{5})\.gguf$")
+# Code of a folder or of the hub is never run. Without this option transformers asks.
+_OPTIONS: dict[str, Any] = {"trust_remote_code": False}
 _NO_HUB = ". If no hub can be reached, give a local folder or a .gguf file (source=)"
 
 
@@ -56,12 +58,7 @@ def read_weights(
     name: str, tokenizer: Any, dtype: torch.dtype | None, revision: str | None = None
 ) -> tuple[Any, Any]:
     """Weights and tokenizer of a hub name, a folder or a .gguf file."""
-    from transformers import (
-        MODEL_FOR_CAUSAL_LM_MAPPING,
-        MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING,
-        AutoModelForCausalLM,
-        AutoModelForImageTextToText,
-    )
+    import transformers
 
     is_gguf, at = name.endswith(".gguf"), name if revision is None else f"{name}@{revision}"
     with warnings_of_transformers(), _reading_model(at), parsed_once(name):
@@ -75,11 +72,11 @@ def read_weights(
         config._attn_implementation = "eager"
         tokenizer = tokenizer or _tokenizer_of(name, source, options)
         of_images = (
-            type(config) in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
-            and type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING
+            type(config) in transformers.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
+            and type(config) not in transformers.MODEL_FOR_CAUSAL_LM_MAPPING
         )
-        kind = AutoModelForImageTextToText if of_images else AutoModelForCausalLM
-        result: Any = kind.from_pretrained(
+        kinds = transformers.AutoModelForCausalLM, transformers.AutoModelForImageTextToText
+        result: Any = kinds[of_images].from_pretrained(
             source,
             config=config,
             dtype=dtype or (torch.float32 if is_gguf else "auto"),
@@ -97,13 +94,9 @@ def read_weights(
 
 
 def read_processor(name: str) -> Any:
-    """The processor of images of a hub name or a folder."""
     from transformers import AutoProcessor
 
-    cure = (
-        "; give a model that is stored with its processor, and torchvision of the same build as "
-        "torch if that is missing"
-    )
+    cure = "; give a model stored with its processor; torchvision needs the build of your torch"
     with _reading(name, f"the processor of images of {name!r} cannot be read", cure):
         source, options = _source(name)
         return AutoProcessor.from_pretrained(source, **options)
@@ -115,14 +108,10 @@ def read_tokenizer(tokenizer: Any) -> Any:
 
     if isinstance(tokenizer, str | Path):
         name = str(tokenizer)
-        cure = (
-            ". Give its name on the hub, its folder, a .gguf file, or "
-            "AutoTokenizer.from_pretrained(...)"
-        )
+        cure = ". Give its name, its folder, a .gguf file or AutoTokenizer.from_pretrained(...)"
         failed = f"tokenizer={name!r} cannot be read as a tokenizer"
         with _reading(name, failed, cure), warnings_of_transformers(), parsed_once(name):
-            options: dict[str, Any] = {"trust_remote_code": False}
-            source, options = _source(name) if name.endswith(".gguf") else (name, options)
+            source, options = _source(name) if name.endswith(".gguf") else (name, dict(_OPTIONS))
             return _tokenizer_of(name, source, options)
     if tokenizer is not None and not isinstance(tokenizer, PreTrainedTokenizerBase):
         inner = getattr(tokenizer, "tokenizer", None)
@@ -158,12 +147,8 @@ def _tokenizer_of(name: str, source: str, options: dict[str, Any]) -> Any:
 
 
 def _source(name: str) -> tuple[str, dict[str, Any]]:
-    """What transformers reads, a hub name or a folder, and the options of every reading.
-
-    Code of a folder or of the hub is never run. Without this option transformers asks.
-    """
-    options: dict[str, Any] = {"trust_remote_code": False}
-    path = Path(name)
+    """What transformers reads, a hub name or a folder, and the options of every reading."""
+    path, options = Path(name), dict(_OPTIONS)
     if name.endswith(".gguf"):
         refuse_no_file(name)
         return str(path.parent), options | {"gguf_file": path.name}
@@ -175,7 +160,6 @@ def _source(name: str) -> tuple[str, dict[str, Any]]:
 
 
 def refuse_no_file(name: str) -> None:
-    """Raise an error for a .gguf file that is not there."""
     if kind_of(name, ModelError) != "file":
         raise ModelError(f"there is no file {name}")
 
@@ -204,9 +188,7 @@ def _refuse_folder_without_model(folder: Path) -> None:
             refuse_part(str(gguf[0]), int(part[1]))
         cure = f"give the file {gguf[0]}"
     elif has_adapter:
-        cure = (
-            "it holds an adapter of peft: merge it into its model (merge_and_unload) and save that"
-        )
+        cure = "it holds an adapter of peft: merge it into its model (merge_and_unload), save that"
     else:
         cure = "give the folder of a saved transformers model, a .gguf file or a name on the hub"
     raise ModelError(f"{folder} has no config.json; {cure}")
@@ -247,7 +229,6 @@ def best_device() -> str | torch.device:
 
 
 def refuse_device(device: int | str | torch.device) -> None:
-    """Raise an error if a device cannot compute, before weights are read for it."""
     try:
         on_device = torch.empty(0, device=device)
     except (RuntimeError, AssertionError) as error:
@@ -276,8 +257,7 @@ def device_or_map(
         return device
     if device is not None:
         raise ModelError(
-            f"device_map spreads the layers, so leave device out; got device={str(device)!r} and "
-            f"device_map={device_map!r}"
+            f"device_map spreads the layers, so leave device out; got device={str(device)!r}"
         )
     if isinstance(device_map, str) and device_map in _DEVICE_MAPS:
         return device_map
@@ -290,9 +270,8 @@ def device_or_map(
         except (TypeError, ValueError) as error:
             raise ModelError(
                 f"device_map={device_map!r} cannot be used: {error}. Give "
-                f"{', '.join(_DEVICE_MAPS)}, a "
-                "device, or a dictionary with the device of each module of the transformers model, "
-                "such as {'': 'cpu'}"
+                f"{', '.join(_DEVICE_MAPS)}, a device, or a dictionary with the device of each "
+                "module, such as {'': 'cpu'}"
             ) from error
     return device_map if isinstance(device_map, Mapping) else torch.device(device_map)
 
@@ -311,7 +290,6 @@ def placed(weights: Any, place: str | torch.device | Map | None, dtype: torch.dt
 
 
 def _spread(weights: Any, device_map: Any) -> Any:
-    """The model with each module on the device that a map, or a word for one, says."""
     from accelerate import dispatch_model, infer_auto_device_map  # a second to import
     from accelerate.utils import get_balanced_memory
 
@@ -328,8 +306,7 @@ def _spread(weights: Any, device_map: Any) -> Any:
     except (RuntimeError, AssertionError, ValueError, TypeError, KeyError) as error:
         raise ModelError(
             f"device_map={device_map!r} cannot be used: {str(error).partition(chr(10))[0]}; give "
-            "'auto', or a dictionary with the device of each module of the transformers model, "
-            "such as {'': 'cpu'}"
+            "'auto', or a dictionary with the device of each module, such as {'': 'cpu'}"
         ) from error
     if outside := [name for name, each in result.named_parameters() if each.is_meta]:
         raise ModelError(
@@ -361,8 +338,7 @@ def _refuse_other_weights(name: str, weights: Any, report: dict[str, Any]) -> No
     if unused:
         warn_user(
             f"the configuration of {name!r} ({type(weights).__name__}) has no use for all of its "
-            f"weights: {_some(unused)} left out, so that this may be another model than the one "
-            "that was stored"
+            f"weights: {_some(unused)} left out; another model than this may have been stored"
         )
 
 

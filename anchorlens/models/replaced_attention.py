@@ -267,7 +267,6 @@ class _Steps:
         offset: int = 0,
         attention_mask: Int[Tensor, "batch key"] | None = None,
     ) -> Float[Tensor, "batch head query 0"]:
-        """Make the mask of the layer."""
         assert self.operands is not None
         length, device = self.operands[1].shape[2], scores.device
         padding = None if attention_mask is None or attention_mask.all() else attention_mask.bool()
@@ -289,7 +288,6 @@ class _Steps:
     def calculate_z_scores(
         self, value: Float[Tensor, "batch key _ d_head"], pattern: Tensor
     ) -> Float[Tensor, "batch query head d_head"]:
-        """The outputs of heads, without a pattern."""
         assert self.operands is not None and self.mask is not None
         module, cfg = self.module, self.module.cfg
         terms = Terms(

@@ -1,14 +1,10 @@
 """Rotary embeddings that depend on the length of a text: which lengths rotate alike.
 
-Most models rotate a token by its position alone. Two kinds also look at the length of the text:
-
 1. longrope (Phi-3 with long contexts): above a number of tokens, all positions are rotated with
-   other frequencies.
+   other frequencies. So no text on the other side of the switch can continue a cached token, and
+   prompts of both sides cannot share a batch.
 2. dynamic NTK: from the length of the configuration on, the frequencies follow the longest text
    that the model ran, also in earlier passes. There no number belongs to a text alone.
-
-So a cached token cannot be continued by a text on the other side of the switch, and prompts of
-both sides cannot share a batch.
 """
 
 from collections.abc import Iterator, Mapping
@@ -21,43 +17,32 @@ _SHORTER_PROMPTS = "shorter prompts (build_prompts(..., max_length=..., drop_too
 
 
 def rotates_by_length(model: Any) -> bool:
-    """Whether rotations depend on the length of a text at all."""
     return any(True for _ in _kinds(model))
 
 
 def rotate_alike(model: Any, length: int, other: int) -> bool:
-    """Whether texts of these two numbers of tokens rotate the same positions alike."""
     return _switch_between(model, length, other) is None
 
 
 def refuse_another_rotation(model: Any, cached: int, longest: int) -> None:
-    """Raise an error if a text cannot continue from cached tokens.
-
-    ``cached`` is the length of the text in which they were rotated, and ``longest`` that of the
-    longest text that continues from them, the cached tokens included.
-    """
+    """Raise an error if texts up to this length cannot continue tokens ``cached`` in another."""
     _refuse_dynamic(model, longest)
     if (switch := _switch_between(model, cached, longest)) is not None:
         raise PromptError(
             f"keys that were cached in a text of {cached} tokens cannot be used in a text of "
-            f"{longest}: in texts of more than {switch} tokens this model rotates the positions of "
-            "all tokens differently (longrope), so that the cached keys would be wrong; use texts "
-            "that stay on one side (other demonstrations, shorter queries, fewer tokens to write), "
-            "or whole prompts (al.run, al.target_logits)"
+            f"{longest}: in texts of more than {switch} tokens this model rotates all positions "
+            "differently (longrope); use texts on one side (other demonstrations, shorter queries, "
+            "fewer tokens to write), or whole prompts (al.run, al.target_logits)"
         )
 
 
 def refuse_rotations_in_a_batch(model: Any, shortest: int, width: int) -> None:
-    """Raise an error for prompts that would be rotated in another way than alone.
-
-    A batch has as many columns as its longest prompt has tokens, or more where all have padding.
-    """
+    """Raise an error for prompts that would be rotated in another way than alone."""
     if (switch := _switch_between(model, shortest, width)) is not None:
         raise PromptError(
-            f"prompts of {shortest} and {width} tokens are in one batch, but if one is longer "
-            f"than {switch} tokens, this model rotates the positions of all prompts differently "
-            "(longrope), so that a prompt's numbers would depend on its batch; use batches of "
-            f"one prompt (batch_size=1), or {_SHORTER_PROMPTS}"
+            f"prompts of {shortest} and {width} tokens are in one batch, but if one is longer than "
+            f"{switch} tokens, this model rotates the positions of all differently (longrope); use "
+            f"batches of one prompt (batch_size=1), or {_SHORTER_PROMPTS}"
         )
     _refuse_dynamic(model, width)
 
@@ -99,11 +84,8 @@ def _kinds(model: Any) -> Iterator[tuple[str, int]]:
 
 
 def follows_the_prompts(held: Mapping[str, Any], name: str) -> bool:
-    """Whether each pass sets a buffer or number of a module anew, from the length of its prompts.
-
-    ``held`` is what the module holds. The values from which they are computed are in
-    ``original_inv_freq`` and in the configuration.
-    """
+    """Whether each pass sets what a module holds under this name anew, by its prompts' length."""
+    # From ``original_inv_freq`` and the configuration.
     if not name.endswith(("inv_freq", "max_seq_len_cached")) or name.endswith("original_inv_freq"):
         return False
     kind = str(held.get("rope_type", ""))

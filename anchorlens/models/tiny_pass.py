@@ -29,8 +29,8 @@ _log = log_of(__name__)
 # Where an error is raised here, the code that called it is to blame.
 _TOOLS = {"beartype", "einops", "jaxtyping", "numpy", "torch"} | sys.stdlib_module_names
 _OF_MODEL = (
-    "the model's own code raises this: its configuration does not fit this code, or the code does "
-    "not fit this version of transformers"
+    "the model's own code raises this: its configuration or this version of transformers may not "
+    "fit it"
 )
 _OF_ADAPTER = (
     "TransformerLens raises this: its adapter does not fit this model; try another version of "

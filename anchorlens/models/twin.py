@@ -51,10 +51,7 @@ _NOBODY = Listener(_in_no_pass, _in_no_pass, _in_no_pass, None)
 
 
 class Twin:
-    """The transformers model of a bridge; ``why`` says why there is none, if there is none.
-
-    Between passes it keeps nothing of the model alive.
-    """
+    """The transformers model of a bridge, or ``why`` there is none; it keeps no model alive."""
 
     def __init__(self, model: Any) -> None:
         self.why, self.is_suspended, self.is_entered = "", False, False
@@ -69,22 +66,22 @@ class Twin:
         self._hooks = _count_of_hooks(held)
         try:
             self._make(model)
-        except _NoTwin as error:
+        except ModelError as error:
             self.why = str(error)
 
     def _make(self, model: Any) -> None:
         if not is_bridge(model):
-            raise _NoTwin("TransformerLens computes this model")
+            raise ModelError("TransformerLens computes this model")
         if config_of(model) is None or not hasattr(config_of(model), "_attn_implementation"):
-            raise _NoTwin("transformers does not compute this model")
+            raise ModelError("transformers does not compute this model")
         if getattr(model, "compatibility_mode", False):
-            raise _NoTwin("its weights are processed")
+            raise ModelError("its weights are processed")
         original = original_of(model)
         blocks = [block.original_component for block in model.blocks]
         attentions = {n: each.original_component for n, each in attentions_of(model).items()}
         head = head_of(model)
         if head is None or None in (*blocks, *attentions.values()):
-            raise _NoTwin("its blocks or its unembedding are not modules of transformers")
+            raise ModelError("its blocks or its unembedding are not modules of transformers")
         forwards: dict[int, Any] = {
             id(block): partial(self._run_block, layer) for layer, block in enumerate(blocks)
         }
@@ -110,7 +107,7 @@ class Twin:
             self._twins[id(module)] = ref(module)
             return module
         if "forward" in vars(module):
-            raise _NoTwin(f"another library replaced the forward of {type(module).__name__}")
+            raise ModelError(f"another library replaced the forward of {type(module).__name__}")
         made = object.__new__(type(module))
         self._twins[id(module)] = lambda: made
         names = dict.fromkeys(module._modules, None) | {
@@ -136,7 +133,6 @@ class Twin:
         return self._now.block(layer, partial(kind.forward, block), args, kwargs)
 
     def run(self, tokens: Tensor, **inputs: Any) -> Tensor:
-        """The logits of tokens, as the bridge computes them; inside ``hears`` alone."""
         logits: Tensor = self.model(tokens, **inputs).logits
         return logits
 
@@ -157,11 +153,7 @@ class Twin:
 
     @safe_context
     def entered(self) -> Iterator[None]:
-        """Inside, copies take what the model holds once, for any number of passes.
-
-        Settings are not compared again: those that change are of the package, which enters again
-        for its tiny passes with shorter windows.
-        """
+        """Inside, copies take what the model holds once, for any number of passes."""
         was_entered, heard = self.is_entered, self._now
         held = [dict(vars(each.made)) for each in self._copies]
 
@@ -181,7 +173,6 @@ class Twin:
             yield
 
     def suspended(self) -> SafeContext[None]:
-        """Inside, the hooked model runs all passes."""
         suspend = partial(setattr, self, "is_suspended")
         return put_back(partial(suspend, self.is_suspended), partial(suspend, True))
 
@@ -201,6 +192,7 @@ class Twin:
         of_all = module_hooks._global_forward_hooks or module_hooks._global_forward_pre_hooks
         if hooks != self._hooks or of_all:
             return "there are hooks on the model"
+        # Inside ``entered`` settings change by the package alone, which enters again for it.
         has_changed = _weights_and_methods(held) != self._held
         if has_changed or not (self.is_entered or self._state_of(model) == self._state):
             return "the model changed since it was prepared (al.prepare_model does it again)"
@@ -233,10 +225,6 @@ class _Copy:
             inner = {n: None if i is None else twins[i]() for n, i in self.children.items()}
             held.update(_modules=inner, _compiled_call_impl=None)
         held.update(self.values)
-
-
-class _NoTwin(Exception):
-    """Why a model has no twin."""
 
 
 def _unwrapped(module: nn.Module) -> nn.Module:

@@ -19,8 +19,10 @@ from .facts import Facts, Operands, fact, hooks_on_operands, known_facts, state_
 from .hooked import (
     Hook,
     HookedModel,
+    at_known_points,
     attention_layers,
     attentions_of,
+    before_block,
     dtype_of,
     hooks_by_layer,
     layers_without_pattern,
@@ -69,10 +71,7 @@ class _Layer:
 
 
 def verify_hooks(model: HookedModel) -> tuple[dict[int, str], tuple[Operands | None, ...]]:
-    """The layers whose hooks fail in one forward and backward, with the reason; and all operands.
-
-    Operands are the hook points of the queries and keys that a layer's attention multiplies.
-    """
+    """The layers whose hooks fail in one forward and backward, and why; and all operands."""
     n_heads, length = model.cfg.n_heads, n_tokens_of(model)
     layers = {number: _Layer() for number in attention_layers(model)}
     hooks, products = [LEAF], _Products()
@@ -182,8 +181,7 @@ def _hooks_of(model: HookedModel, number: int, layer: _Layer, products: _Product
         (pattern_name(number), multiply_by_factor),
     ]
     names = [f"blocks.{number}.attn.{name}" for pair in QUERY_AND_KEY for name in pair]
-    points = model.hook_dict  # made anew at each access
-    return hooks + [store(name) for name in names if name in points]
+    return hooks + at_known_points(model, map(store, names))
 
 
 def _operands_of(layer: _Layer, n_heads: int) -> Operands | None:
@@ -203,10 +201,7 @@ def _operands_of(layer: _Layer, n_heads: int) -> Operands | None:
 def _multiplied(
     layer: _Layer, query: str, key: str, heads_first: bool, n_heads: int
 ) -> Operands | None:
-    """The operands, if hook points hold what is multiplied; queries also times a number.
-
-    They do not if a rotation or a norm comes between the hook points and the product.
-    """
+    """The operands, if hook points hold what is multiplied; queries also times a number."""
     queries, keys = (layer.operands[name] for name in (query, key))
     if queries.ndim != 4 or keys.ndim != 4 or len(layer.multiplied) != 2:
         return None
@@ -292,10 +287,7 @@ def verify_cached_step(model: Any) -> tuple[str, tuple[int, ...]]:
 
 
 def cached_step(model: HookedModel) -> tuple[str, tuple[int, ...]]:
-    """Why the last of a few tokens has other logits after a cache of the others; empty if not.
-
-    And the number of the cache entry that each layer reads, if it has the same logits.
-    """
+    """Why a token has other logits after a cache; if it has not, the entries that layers read."""
     tokens = tiny_tokens(model, min(TOKENS, model.cfg.n_ctx))
     length, mask = tokens.shape[1], torch.ones_like(tokens, dtype=torch.bool)
     try:
@@ -314,10 +306,8 @@ def cached_step(model: HookedModel) -> tuple[str, tuple[int, ...]]:
     difference = relative_difference(logits, expected)
     if difference <= rounding_of_passes(dtype_of(model)):
         return "", entries
-    return (
-        "after cached tokens the model gives a token other logits than in the whole text (off by "
-        f"{difference:.1e} of the largest)"
-    ), ()
+    off = f"off by {difference:.1e} of the largest"
+    return f"after cached tokens a token has other logits than in the whole text ({off})", ()
 
 
 def with_stored_heads(
@@ -342,18 +332,13 @@ def with_stored_heads(
 def _entries_read(
     model: HookedModel, token: Tensor, mask: Bool[Tensor, "1 1"], before: KeyValues
 ) -> tuple[int, ...]:
-    """The number of the cache entry that each layer reads: its scores depend on the keys there.
-
-    The gradient is stopped before each block, so that what is left goes through keys that a layer
-    reads itself.
-    """
+    """The number of the cache entry that each layer reads: its scores depend on the keys there."""
     layers = range(model.cfg.n_layers)
     if len(before.keys) == len(layers):
         return tuple(layers)
     scores: dict[int, Tensor] = {}
-    stopped: list[Hook] = [
-        (f"blocks.{layer}.hook_resid_pre", lambda resid, hook: resid.detach()) for layer in layers
-    ]
+    # The gradient goes through keys that a layer reads itself alone.
+    stopped: list[Hook] = [(before_block(n), lambda resid, hook: resid.detach()) for n in layers]
     observers = hooks_by_layer(model, scores_name, scores.__setitem__)
     copies: list[Tensor] = []
     with tiny_passes(model, [*stopped, *observers], gradients=True):
@@ -368,6 +353,5 @@ def _entries_read(
     if len(entries) == len(layers) and set(entries) == set(range(len(keys))):
         return tuple(entries)
     raise ModelError(
-        f"its cache has {len(keys)} entries for {len(layers)} layers, and which of them each layer "
-        "reads cannot be told"
+        f"which of {len(keys)} entries of its cache each of {len(layers)} layers reads is unknown"
     )

@@ -1,8 +1,7 @@
 """How the block of a layer runs in a pass, natively or in the hooked model.
 
 1. A pass may begin in a later layer, whose input an earlier pass stored: the blocks before it give
-   that out. So a pass in which only the last layers differ costs only those layers.
-   (``start_at_layer`` of a ``TransformerBridge`` runs the others and discards what they give.)
+   that out. (``start_at_layer`` of a ``TransformerBridge`` runs them and discards what they give.)
 2. A block may store only its input, and run again when the backward pass reaches it, in
    ``torch.utils.checkpoint``. Observers are called once, in the second of the two runs, just before
    the gradient needs the block's tensors. The output of the second run is compared with the first.
@@ -32,8 +31,6 @@ _CURE = (
 
 @dataclass(frozen=True, eq=False)
 class Start:
-    """The first layer that a pass runs, and the output of the block before it."""
-
     layer: int
     output: Any
 
@@ -50,35 +47,32 @@ class Starts:
 class Checkpoints:
     """The state of the blocks in one pass."""
 
-    running_first: bool = False  # a block, whose tensors are then discarded
-    running_again: bool = False  # a block, for its gradient
+    # Whether a block runs again, for its gradient, or first, so that its tensors are discarded.
+    again: bool | None = None
     times: dict[int, int] = field(default_factory=dict)  # that each block has run again
 
     def observers(self, hooks: Sequence[Hook]) -> list[Hook]:
-        """The same hooks, which are not called when a block runs for the first time.
+        """The same hooks, called when a block runs again, with tensors without a graph.
 
-        When it runs again they get tensors without a graph. The gradient goes through the graph of
-        the first run, so that a hook on the gradient of these tensors would silently never be
-        called.
+        Through that graph no gradient goes, so that a hook on it would silently never be called.
         """
         return [(name, partial(self._observe, observer)) for name, observer in hooks]
 
     def _observe(self, observer: Callable[..., Any], tensor: Tensor, hook: Any) -> Any:
-        if self.running_first:
+        if self.again is False:
             return None
-        return observer(tensor.detach() if self.running_again else tensor, hook=hook)
+        return observer(tensor.detach() if self.again else tensor, hook=hook)
 
     def run(self, layer: int, forward: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
         """The output of a block, which runs again when the gradient reaches it."""
         first: list[Tensor] = []  # its output, which the next block stores anyway
 
         def run(*args: Any, **kwargs: Any) -> Any:
-            again = bool(first)
-            self.running_first, self.running_again = not again, again
+            again = self.again = bool(first)
             try:
                 output = forward(*args, **kwargs)
             finally:
-                self.running_first = self.running_again = False
+                self.again = None
             resid = (output[0] if isinstance(output, tuple) else output).detach()
             if again:
                 self.times[layer] = self.times.get(layer, 0) + 1
@@ -92,10 +86,8 @@ class Checkpoints:
             return checkpoint(run, *args, use_reentrant=False, **kwargs)
 
     def require_all(self, model: HookedModel) -> None:
-        """Raise an error if a block did not run again exactly once."""
-        wrong = {layer: self.times.get(layer, 0) for layer in range(model.cfg.n_layers)}
-        wrong = {layer: times for layer, times in wrong.items() if times != 1}
-        if wrong:
+        layers = range(model.cfg.n_layers)
+        if wrong := {n: times for n in layers if (times := self.times.get(n, 0)) != 1}:
             raise HookError(
                 "with checkpoints each block must run again exactly once for the gradient, but "
                 f"layers {list(wrong)} did {list(wrong.values())} times: no gradient goes through "
@@ -105,14 +97,11 @@ class Checkpoints:
 
 @dataclass(frozen=True, eq=False)
 class BlockRuns:
-    """How the blocks of a pass run."""
-
     start: Start | None = None
     starts: Starts | None = None
     checkpoints: Checkpoints | None = None
 
     def run(self, layer: int, forward: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
-        """What the block of a layer gives out."""
         if self.start is not None and layer < self.start.layer:
             return self.start.output
         run = forward if self.checkpoints is None else partial(self.checkpoints.run, layer, forward)
@@ -125,25 +114,23 @@ class BlockRuns:
     def inside(self, model: Any) -> Iterator[None]:
         """Inside, the blocks of a hooked model run so."""
 
-        def forgetting(block: Any) -> Callable[..., Any]:
-            forward = block.forward
-
-            def run(*args: Any, **kwargs: Any) -> Any:
-                try:
-                    return forward(*args, **kwargs)
-                finally:  # otherwise a pattern is stored longer than the block runs
-                    attention = vars(getattr(block, "attn", block))
-                    if attention.get("_pattern") is not None:
-                        attention["_pattern"] = None
-
-            return run
-
         def method_of(layer: int, block: Any) -> Callable[..., Any]:
-            forward = block.forward if self.checkpoints is None else forgetting(block)
-            return partial(self.run, layer, forward)
+            forward = block.forward
+            run = forward if self.checkpoints is None else partial(_forgetting, block, forward)
+            return partial(self.run, layer, run)
 
         with replaced_methods(model.blocks, "forward", method_of):
             yield
+
+
+def _forgetting(block: Any, forward: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
+    """Run a block, whose last pattern would be stored longer than it runs."""
+    try:
+        return forward(*args, **kwargs)
+    finally:
+        attention = vars(getattr(block, "attn", block))
+        if attention.get("_pattern") is not None:
+            attention["_pattern"] = None
 
 
 def _require_same(layer: int, expected: Tensor, output: Tensor) -> None:

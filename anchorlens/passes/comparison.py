@@ -13,9 +13,9 @@ from torch import Tensor
 from ..errors import ModelError
 from ..models.facts import facts_of, hooks_on_operands
 from ..models.hooked import (
-    Hook,
     HookedModel,
     after_block,
+    at_known_points,
     dtype_of,
     hooks_by_layer,
     is_of_low_precision,
@@ -34,47 +34,32 @@ _OF_SALIENCY = 1e-4  # of the largest saliency in its layer
 # layers add up, so that only another scale is told from it.
 _READ, _LOW_READ = 1e-4, 0.5
 
-# What a pass shows at a site of a layer, by both: [batch, column, width].
-Sites = dict[tuple[str, int], Float[Tensor, "batch _ _"]]
-
-
-def site_hooks(model: HookedModel, found: Sites, *, fused: bool = False) -> list[Hook]:
-    """Hooks that store what questions read at positions, in each layer."""
-
-    def store(what: str, layer: int, states: Tensor) -> None:
-        found[what, layer] = wide(states.detach().flatten(2))
-
-    def heads(what: str) -> Any:
-        return lambda layer, heads: store(what, layer, heads.transpose(1, 2))
-
-    operands, points = facts_of(model).operands, model.hook_dict
-    named = hooks_by_layer(model, after_block, partial(store, "states"))
-    named += [] if fused else hooks_by_layer(model, z_name, partial(store, "outputs"))
-    for what, of_keys in (("queries", False), ("keys", True)):
-        named += hooks_on_operands(operands, heads(what), of_keys=of_keys)
-    return [hook for hook in named if hook[0] in points]
-
 
 class Shown:
-    """What a pass over tiny prompts shows to its hooks.
-
-    Attributes:
-        logits: Which the pass returned.
-        patterns, products: A and A * dL/dA of each layer, [batch, head, query, key].
-        sites: What questions read at positions.
-        reads: Hooks that store ``sites``.
-        options: Of a pass with a loss, all of whose hooks store these.
-    """
+    """What a pass over tiny prompts shows to its hooks, and returns."""
 
     logits: Float[Tensor, "_ vocab"]
 
     def __init__(self, model: HookedModel, *, fused: bool = False) -> None:
-        self.products, self.sites = dict[int, Tensor](), Sites()
-        self.patterns = dict[int, Tensor]()
-        self.reads = site_hooks(model, self.sites, fused=fused)
+        # A and A * dL/dA of each layer, [batch, head, query, key].
+        self.patterns, self.products = dict[int, Tensor](), dict[int, Tensor]()
+        # What questions read, by what it is and the layer, [batch, column, width].
+        self.sites = dict[tuple[str, int], Tensor]()
+        reads = hooks_by_layer(model, after_block, partial(self._read, "states"))
+        reads += [] if fused else hooks_by_layer(model, z_name, partial(self._read, "outputs"))
+        for what, of_keys in (("queries", False), ("keys", True)):
+            read = partial(self._read_heads, what)
+            reads += hooks_on_operands(facts_of(model).operands, read, of_keys=of_keys)
+        self.reads = at_known_points(model, reads)
         forward = [*hooks_by_layer(model, pattern_name, self._store), *self.reads]
         backward = hooks_by_layer(model, pattern_name, self._multiply)
         self.options: dict[str, Any] = {"observers": forward, "backward_hooks": backward}
+
+    def _read(self, what: str, layer: int, states: Tensor) -> None:
+        self.sites[what, layer] = wide(states.detach().flatten(2))
+
+    def _read_heads(self, what: str, layer: int, heads: Tensor) -> None:
+        self._read(what, layer, heads.transpose(1, 2))
 
     def _store(self, layer: int, pattern: Tensor) -> None:
         if layer in self.patterns:
@@ -95,10 +80,7 @@ def why_unlike(
     of: str = "",
     whole: str = "prompts",
 ) -> str:
-    """Why a quicker pass shows other numbers at real tokens; empty if it is only rounding.
-
-    ``limit`` is that of logits, ``of`` names the quicker pass, and ``whole`` the other.
-    """
+    """Why a quicker pass ``of`` its kind shows other numbers at real tokens than ``whole`` ones."""
     logits = got.logits, expected.logits
     if reason := why_not_equal(f"logits{of}", limit, logits, whole=whole):
         return reason
@@ -122,24 +104,15 @@ def why_unlike(
 
 
 def tolerance(model: HookedModel, roundings: int = 16) -> float:
-    """What may lie between the logits of other operations: a few roundings of the weights' type.
-
-    Whole patterns are rounded to bfloat16 or float16, and rows of a pattern in float32 are not.
-    Which of the two is nearer to a model in float32 depends on the model (docs/benchmarks.md).
-    """
+    """What may lie between the logits of other operations: a few roundings of the weights' type."""
+    # Whole patterns are rounded, and rows of one are not. Which of the two is nearer to a model in
+    # float32 depends on the model (docs/benchmarks.md).
     return max(TOLERANCE, roundings * torch.finfo(dtype_of(model)).eps)
 
 
-def difference_of(got: Tensor, expected: Tensor) -> float:
-    """Largest difference, as a share of the largest number; infinite where it is no number."""
-    return _largest([(got, expected)])
-
-
 def _largest(pairs: list[tuple[Tensor, Tensor]]) -> float:
-    """The largest of differences, each as a share of the largest number that is expected.
-
-    They are read at once, because Python waits for a GPU at each.
-    """
+    """The largest of differences, each as a share of the largest number that is expected."""
+    # Read at once, because Python waits for a GPU at each.
     shares = [
         (got - of).abs().max() / of.abs().max().clamp(min=torch.finfo(of.dtype).tiny)
         for got, of in pairs
@@ -152,18 +125,13 @@ def why_not_equal(
     what: str, limit: float, *pairs: tuple[Tensor, Tensor], whole: str = "prompts"
 ) -> str:
     """Why numbers are not those of whole prompts or patterns; empty if it is only rounding."""
-    difference = _largest([*pairs])
-    if difference <= limit:
+    if (difference := _largest([*pairs])) <= limit:
         return ""
     return f"{what} differ by {difference:.1e} of the largest from those of whole {whole}"
 
 
 def reason_of(error: Exception) -> str:
-    """Why a quicker way failed, in a line; an error of memory is raised again.
-
-    A cache or a start in a later block may not fit an architecture, or an operation has no gradient
-    for several prompts at once.
-    """
+    """Why a quicker way failed, which may not fit an architecture; an error of memory is raised."""
     if is_out_of_memory(error):
         raise error
     return reason_of_failure(error, "a quicker way")

@@ -44,8 +44,7 @@ def _up_to_targets(
 ) -> KeyValues:
     """Keys and values up to the target of each prompt, ``count`` times.
 
-    The last column is the target: where attention depends on distances that are counted in columns,
-    there may be no padding between a prompt and what follows.
+    The target comes last: distances may be counted in columns, so that no padding may follow it.
     """
     length = batch.tokens.shape[1]
     columns = (batch.positions + batch.target_positions[:, None] + 1) % length

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from jaxtyping import Bool, Float, Int
+from jaxtyping import Bool, Float, Int, Shaped
 from torch import Tensor
 
 from ..errors import HookError, MetricError, NotFiniteError, PromptError
@@ -36,12 +36,7 @@ from .blocks import BlockRuns, Checkpoints, Start, Starts
 from .continuations import log_probs_after
 from .loss_checks import continuations_of, refuse_other_losses, targets_of
 from .losses import LossOfBatch, WordCrossEntropy, columns_of
-from .native_pass import UNEMBED, Inside
-from .running import leaf_hook, running
-from .twin_for import twin_for
-
-CHANGES, OBSERVERS = "hooks that change the run", "hooks that observe"
-ON_GRADIENTS = "hooks on gradients"
+from .running import UNEMBED, Inside, leaf_hook, running, twin_for
 
 
 @dataclass(frozen=True, eq=False)
@@ -70,7 +65,6 @@ class Pass:
 
     @property
     def differentiates(self) -> bool:
-        """Whether the model runs backward."""
         return self.loss is not None and self.runs_backward
 
     @property
@@ -107,35 +101,62 @@ class Pass:
             )
         if has_sinks(self.model):  # there folding changes the logits too
             refuse_folded_value_biases(self.model)
-        if self.gradient_checkpointing and isinstance(self.loss, WordCrossEntropy):
-            raise MetricError(
-                "a loss of texts after the prompts needs the keys and values of one pass, which "
-                "gradient_checkpointing=True does not store; leave it out, or take another loss"
-            )
         if isinstance(self.loss, WordCrossEntropy):
+            if self.gradient_checkpointing:
+                raise MetricError(
+                    "a loss of texts after the prompts needs keys and values, which "
+                    "gradient_checkpointing=True does not store; leave it out, or take another loss"
+                )
             refuse_media_tokens(self.model, self.batch)
             continuations_of(self.loss, self.batch, self.model)
 
     def run(self) -> tuple[Float[Tensor, "batch vocab"], Float[Tensor, " batch"] | None]:
         """Logits at the targets in float32 or wider, and the losses, if the pass has a loss."""
-        logits, losses, are_finite = _run(self)
+        model, batch, loss = self.model, self.batch, self.loss
+        # An inference_mode of the caller would make tensors that autograd rejects.
+        with torch.inference_mode(False):
+            needed = batch.target_positions[:, None] - batch.first_query
+            if hasattr(loss, "positions"):  # those of the loss, then that of the target
+                needed = torch.cat([targets_of(loss, batch) - batch.first_query, needed], dim=1)
+        leaves = [*self.into]  # what the loss is differentiated by
+        first = [leaf_hook(leaves)] if self.differentiates and not leaves else []
+        hooks = (*self.hooks, *self.observers, *self.backward_hooks)
+        last = [rows_hook(model, needed)] if _are_in_blocks(hooks) else []
+        acting, copies = Acting(self, first, last), list[Tensor]()
+        with (
+            torch.inference_mode(False),
+            torch.set_grad_enabled(self.differentiates),
+            acting.inside,
+        ):
+            continues = isinstance(loss, WordCrossEntropy)
+            given = copies if self.graph is not None else None
+            outputs, cache = acting.outputs(stores=continues, copies=given)
+            leaves += copies
+            rows = wide(outputs if last else at_rows(outputs, needed))
+            logits, losses = rows[:, -1], None
+            if loss is not None:
+                if continues:
+                    acting.inside.close()  # the hooks are for the rows of the prompts
+                losses = _losses(self, rows, cache)
+            # Read at once, because Python waits for a GPU at each.
+            numbers = [logits] if losses is None else [logits, losses.to(logits.device)]
+            are_finite = torch.stack([is_finite(each.detach()) for each in numbers]).tolist()
+            if losses is not None and self.differentiates and all(are_finite):
+                _differentiate(self, losses, leaves, copies)
         if not are_finite[0]:
-            raise _not_finite(self, "at the target position")
+            raise not_finite(self, "at the target position")
         if not all(are_finite):
             raise MetricError(
-                "the loss is not finite (NaN or infinite) for some prompts, though their logits "
-                "are; gradients of it say nothing"
+                "the loss is not finite (NaN or infinite) for some prompts whose logits are finite"
             )
-        return logits, losses
+        acting.check()
+        return logits.detach(), losses
 
 
 def run_pass(
     model: HookedModel, batch: PromptBatch, **options: Any
 ) -> Float[Tensor, "batch vocab"]:
-    """Check a pass and run it: logits at the targets, detached. The options are fields of ``Pass``.
-
-    With a loss, the model also runs backward from the sum of the losses.
-    """
+    """Check a pass and run it: logits at the targets. The options are fields of ``Pass``."""
     described = Pass(model, batch, **options)
     described.check()
     return described.run()[0]
@@ -158,22 +179,11 @@ def losses_of(
     batch: PromptBatch,
     loss: LossOfBatch,
     *,
-    hooks: Sequence[Hook] = (),
     into: Sequence[Tensor] = (),
-    start: Start | None = None,
-    attend: Attend | None = None,
+    **options: Any,
 ) -> Float[Tensor, " batch"]:
     """The loss of each prompt, and the gradient of their sum for the tensors ``into``, if any."""
-    described = Pass(
-        model,
-        batch,
-        hooks,
-        loss=loss,
-        into=into,
-        runs_backward=bool(into),
-        start=start,
-        attend=attend,
-    )
+    described = Pass(model, batch, loss=loss, into=into, runs_backward=bool(into), **options)
     described.check()
     losses = described.run()[1]
     assert losses is not None
@@ -185,14 +195,9 @@ def mean_loss_with_gradient(
     batch: PromptBatch,
     loss: LossOfBatch,
     into: Sequence[Tensor],
-    *,
-    hooks: Sequence[Hook] = (),
-    prefix: KeyValues | None = None,
+    **options: Any,
 ) -> float:
-    """The mean loss over a batch, whose gradient is added to ``grad`` of the tensors in ``into``.
-
-    It is NaN where the logits are not finite, because a step of an optimizer was too large.
-    """
+    """The mean loss over a batch, whose gradient is added to ``grad`` of the tensors ``into``."""
     losses: list[Tensor] = []
 
     def mean_loss(logits: Tensor, batch: PromptBatch) -> Tensor:
@@ -200,8 +205,8 @@ def mean_loss_with_gradient(
         return losses[-1] / len(batch)
 
     try:
-        run_pass(model, batch, hooks=hooks, loss=mean_loss, into=into, prefix=prefix)
-    except NotFiniteError:
+        run_pass(model, batch, loss=mean_loss, into=into, **options)
+    except NotFiniteError:  # a step of an optimizer was too large
         return nan
     return float(losses[0].detach().mean())
 
@@ -211,13 +216,10 @@ def logits_at(
     batch: PromptBatch,
     positions: Bool[Tensor, "batch position"],
     hooks: Sequence[Hook] = (),
-    attend: Attend | None = None,
+    **options: Any,
 ) -> list[Float[Tensor, "_ vocab"]]:
-    """The logits at some positions of each whole prompt, in their order.
-
-    Where they are in the type of the model, they stay so: a wider copy may not fit into memory.
-    """
-    described = Pass(model, batch, hooks, attend=attend)
+    """The logits at some positions of each whole prompt, in order and in the type of the model."""
+    described = Pass(model, batch, hooks, **options)
     described.check()
     acting = Acting(described, last=[rows_hook(model, columns_of(positions)[0])])
     with torch.inference_mode(False), torch.no_grad(), acting.inside:
@@ -225,8 +227,8 @@ def logits_at(
     counts = positions.sum(1).tolist()
     of_prompts = [of_prompt[:count] for of_prompt, count in zip(logits, counts, strict=True)]
     for of_prompt in of_prompts:
-        if len(of_prompt) and not _is_finite(of_prompt):
-            raise _not_finite(described, "at the positions that were asked for")
+        if len(of_prompt) and not is_finite(of_prompt):
+            raise not_finite(described, "at the positions that were asked for")
     return of_prompts
 
 
@@ -234,11 +236,9 @@ def run_prefix(
     model: HookedModel,
     batch: PromptBatch,
     *,
-    hooks: Sequence[Hook] = (),
     observers: Sequence[Hook] = (),
     backward_hooks: Sequence[Hook] = (),
-    prefix: KeyValues | None = None,
-    attend: Attend | None = None,
+    **options: Any,
 ) -> KeyValues:
     """Keys and values of leading tokens (``batch.before(position)``), those of ``prefix`` first.
 
@@ -253,12 +253,11 @@ def run_prefix(
         return name, lambda tensor, hook: points.append((tensor, receive))
 
     observing = [*observers, *(noted(*hook) for hook in backward_hooks)]
-    last = []
-    if _are_in_blocks(observing):  # the logits are not used
-        last.append((_before_unembedding(model), lambda resid, hook: resid[:, -1:]))
+    last: list[Hook] = [(_before_unembedding(model), lambda resid, hook: resid[:, -1:])]
+    last = last if _are_in_blocks(observing) else []  # the logits are not used
     first = [leaf_hook([])] if backward_hooks else []
-    described = Pass(model, batch, hooks, observing, prefix=prefix, attend=attend)
-    acting = Acting(described, first, last)
+    described = Pass(model, batch, observers=observing, **options)
+    acting, prefix = Acting(described, first, last), described.prefix
     mask = batch.attention_mask[:, batch.query_rows]
     with torch.inference_mode(False), torch.set_grad_enabled(bool(first)), acting.inside:
         if prefix is not None:
@@ -269,10 +268,7 @@ def run_prefix(
 
 
 class Acting:
-    """What acts in one pass, set up in one place: natively, or with hooks in the hooked model.
-
-    ``first`` and ``last`` are hooks of the package itself, around those that are described.
-    """
+    """What acts in a pass; ``first`` and ``last`` are hooks around those that are described."""
 
     def __init__(
         self, described: Pass, first: Sequence[Hook] = (), last: Sequence[Hook] = ()
@@ -299,10 +295,7 @@ class Acting:
     def outputs(
         self, *, stores: bool = False, copies: list[Tensor] | None = None
     ) -> tuple[Tensor, Any]:
-        """What the model gives for the tokens that run, and its cache if it continues or stores.
-
-        In ``copies`` are then the prompts' keys and values of the prefix.
-        """
+        """What the model gives for the tokens that run, and its cache if it continues or stores."""
         model, batch = self._described.model, self._described.batch
         rows, cache = batch.query_rows, None
         tokens, mask = batch.tokens[:, rows], batch.attention_mask[:, rows]
@@ -312,56 +305,16 @@ class Acting:
         else:
             inputs, cache = inputs_after(model, mask, self._described.prefix, copies)
         outputs = self._run(tokens, **inputs)
-        _check_calls(CHANGES, self._changes)
+        _check_calls("hooks that change the run", self._changes)
         return outputs, cache
 
     def check(self) -> None:
         """Raise an error for what a pass with finite numbers did not call."""
-        _check_calls(OBSERVERS, self._observed)
+        _check_calls("hooks that observe", self._observed)
         if self._described.loss is not None:
-            _check_calls(ON_GRADIENTS, self._of_gradients)
+            _check_calls("hooks on gradients", self._of_gradients)
             if self._checkpoints is not None:
                 self._checkpoints.require_all(self._described.model)
-
-
-def _run(
-    described: Pass,
-) -> tuple[Float[Tensor, "batch vocab"], Float[Tensor, " batch"] | None, list[bool]]:
-    """The logits at the targets, the losses if the pass has a loss, and whether each is finite."""
-    model, batch, loss = described.model, described.batch, described.loss
-    # An inference_mode of the caller would make tensors that autograd rejects.
-    with torch.inference_mode(False):
-        needed = batch.target_positions[:, None] - batch.first_query
-        if hasattr(loss, "positions"):  # those of the loss, then that of the target
-            needed = torch.cat([targets_of(loss, batch) - batch.first_query, needed], dim=1)
-    leaves = [*described.into]  # what the loss is differentiated by
-    first = [leaf_hook(leaves)] if described.differentiates and not leaves else []
-    hooks = (*described.hooks, *described.observers, *described.backward_hooks)
-    last = [rows_hook(model, needed)] if _are_in_blocks(hooks) else []
-    acting, copies = Acting(described, first, last), list[Tensor]()
-    with (
-        torch.inference_mode(False),
-        torch.set_grad_enabled(described.differentiates),
-        acting.inside,
-    ):
-        continues = isinstance(loss, WordCrossEntropy)
-        given = copies if described.graph is not None else None
-        outputs, cache = acting.outputs(stores=continues, copies=given)
-        leaves += copies
-        rows = wide(outputs if last else _at_rows(outputs, needed))
-        logits, losses = rows[:, -1], None
-        if loss is not None:
-            if continues:
-                acting.inside.close()  # the hooks are for the rows of the prompts
-            losses = _losses(described, rows, cache)
-        # Read at once, because Python waits for a GPU at each.
-        numbers = [logits] if losses is None else [logits, losses.to(logits.device)]
-        are_finite = torch.stack([_is_finite(each.detach()) for each in numbers]).tolist()
-        if losses is not None and described.differentiates and all(are_finite):
-            _differentiate(described, losses, leaves, copies)
-    if all(are_finite):  # otherwise ``Pass.run`` says what is not
-        acting.check()
-    return logits.detach(), losses, are_finite
 
 
 def _losses(
@@ -399,16 +352,15 @@ def _differentiate(
             receive(gradient, hook=None)
 
 
-def _is_finite(values: Tensor) -> Bool[Tensor, ""]:
+def is_finite(values: Tensor) -> Bool[Tensor, ""]:
     # The smallest and the largest suffice: isfinite makes three copies of all logits.
     return torch.stack(values.aminmax()).isfinite().all()
 
 
-def _not_finite(described: Pass, where: str) -> NotFiniteError:
+def not_finite(described: Pass, where: str) -> NotFiniteError:
     return NotFiniteError(
         f"the model's logits are not finite (NaN or infinite) {where}, and so is what "
-        f"{_first_not_finite(described)} gives out; try float32 (dtype=torch.float32), and check "
-        "the hooks that act there"
+        f"{_first_not_finite(described)} gives out; try dtype=torch.float32, and check hooks there"
     )
 
 
@@ -430,24 +382,22 @@ def _first_not_finite(described: Pass) -> str:
     return f"layer {min(wrong)}" if wrong else "the final norm or the unembedding"
 
 
-def _at_rows(
-    values: Float[Tensor, "batch query channel"], rows: Int[Tensor, "batch target"]
-) -> Float[Tensor, "batch target channel"]:
+def at_rows(
+    values: Shaped[Tensor, "batch query *axes"], rows: Int[Tensor, "batch target"]
+) -> Shaped[Tensor, "batch target *axes"]:
     prompts = torch.arange(len(values), device=values.device)[:, None]
     return values[prompts, rows.to(values.device, non_blocking=True)]
 
 
 def rows_hook(model: HookedModel, rows: Int[Tensor, "batch target"]) -> Hook:
     """Selects the needed rows before the unembedding."""
-    return _before_unembedding(model), lambda resid, hook: _at_rows(resid, rows)
+    return _before_unembedding(model), lambda resid, hook: at_rows(resid, rows)
 
 
 @fact
 def _before_unembedding(model: HookedModel) -> str:
-    """Its input, because some transformers models fix the shape after the last block.
-
-    Where an adapter does not name this input, it is what comes before the final norm.
-    """
+    """The input of the unembedding, or, where an adapter does not name it, of the final norm."""
+    # Not after the last block, whose shape some models of transformers fix.
     return UNEMBED if UNEMBED in model.hook_dict else after_block(model.cfg.n_layers - 1)
 
 
@@ -460,15 +410,11 @@ def _are_in_blocks(hooks: Iterable[Hook]) -> bool:
 # TransformerLens takes the repr of every hook that it adds, and that of tensors takes long.
 @dataclass(eq=False, repr=False)
 class Watched:
-    """A hook that counts its calls, and raises an error with its owner's name if it edits a tensor.
-
-    Its ``data`` is compared until ``trusted`` is set: a batch has shown that nothing is changed.
-    Without an owner it may change the run.
-    """
+    """A hook that counts its calls; an error names its owner if it edits a tensor."""
 
     act: HookFunction
-    owner: str = ""
-    trusted: Event | None = None
+    owner: str = ""  # without one it may change the run
+    trusted: Event | None = None  # set when a batch has shown that no ``data`` is changed
     is_users: bool = False  # so that it may ask its hook point for anything
     calls: int = 0
 
@@ -508,10 +454,7 @@ def _refuse_another_kind(changed: Any, tensor: Tensor, hook: Any) -> None:
 
 @contextmanager
 def unedited(owner: str, what: str, *tensors: Tensor, compares: bool = False) -> Iterator[None]:
-    """Raise an error with the owner's name if a tensor is edited inside.
-
-    PyTorch counts edits, but not those of the ``data`` of a tensor, for which ``compares`` is.
-    """
+    """Raise an error if a tensor is edited inside; ``compares`` sees edits of its ``data`` too."""
 
     def state() -> list[Any]:
         # Private in torch, which has no public counter; tests/test_private_names.py verifies it.
@@ -526,7 +469,6 @@ def unedited(owner: str, what: str, *tensors: Tensor, compares: bool = False) ->
 
 
 def edited(owner: str, what: str) -> HookError:
-    """The error for what was changed in place."""
     return HookError(
         f"{owner} changed {what} in place, so that the model and the other metrics would continue "
         "with other numbers; work on a copy (tensor.clone())"
@@ -543,10 +485,8 @@ def _watched(hooks: Sequence[Hook]) -> list[tuple[Any, Any]]:
 
 
 def _check_calls(what: str, hooks: Sequence[tuple[Any, Watched]]) -> None:
-    """Raise an error for points that exist, but that the model does not call.
-
-    A function may also select points that are not called; an expert gets no token of some prompts.
-    """
+    """Raise an error for points that exist, but that the model does not call."""
+    # An expert gets no token of some prompts.
     silent = [
         "any that a function selects" if callable(name) else repr(name)
         for name, watched in hooks

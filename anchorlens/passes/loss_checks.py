@@ -42,8 +42,7 @@ def check_loss(
 ) -> tuple[PromptBatch, Tensor]:
     """Raise an error if a loss does not give one number a prompt for these batches.
 
-    Returned are the prompts on which it was tried, and logits of theirs: of a batch with several
-    prompts, if there is one.
+    Returned are prompts on which it was tried, several if a batch has, and logits of theirs.
     """
     device, tried = device_of(model), None
     if loss is label_cross_entropy:
@@ -64,7 +63,6 @@ def check_loss(
 
 
 def _shape_of_logits(loss: LossOfBatch, batch: PromptBatch, model: HookedModel) -> tuple[int, ...]:
-    """The shape of what a loss gets for each prompt."""
     if isinstance(loss, WordCrossEntropy):
         return tuple(continuations_of(loss, batch, model).shape)
     if needs_positions(loss):
@@ -76,11 +74,7 @@ def _shape_of_logits(loss: LossOfBatch, batch: PromptBatch, model: HookedModel) 
 def check_gradient_of_loss(
     loss: LossOfBatch, batches: Sequence[PromptBatch], model: HookedModel
 ) -> None:
-    """Raise the errors of ``check_loss``, and one for a loss that mixes prompts or has no gradient.
-
-    The gradient of the sum over prompts is not that of each prompt then. A loss minus its mean over
-    the batch is such a one: the sum is 0. Two prompts of a batch are tried, if one has several.
-    """
+    """Raise the errors of ``check_loss``, and one where prompts are mixed or no gradient is."""
     batch, zeros = check_loss(loss, batches, model)
     generator = torch.Generator().manual_seed(0)
     options: Any = {"retain_graph": True, "materialize_grads": True}  # 0 where it has none
@@ -92,7 +86,7 @@ def check_gradient_of_loss(
             return  # the pass says that it has no graph, or is not finite
         (gradient,) = torch.autograd.grad(losses[0], logits, **options)
         (of_others,) = torch.autograd.grad(losses[1:].sum(), logits, **options)
-        if gradient[1:].any() or of_others[:1].any():
+        if gradient[1:].any() or of_others[:1].any():  # that of the sum is of no prompt then
             raise MetricError(
                 "the loss of a prompt must depend on its own logits alone, but that of "
                 f"{name_of(loss)} depends on other prompts of the batch, as a mean over the batch "
@@ -132,8 +126,7 @@ def refuse_several_targets(loss: LossOfBatch) -> None:
     if needs_positions(loss) or isinstance(loss, WordCrossEntropy):
         raise MetricError(
             f"{loss!r} needs the logits at several positions, but here the loss gets those of the "
-            "target position; use al.losses.label_cross_entropy, or a function of (logits, batch) "
-            "of your own"
+            "target; use al.losses.label_cross_entropy, or your own function of (logits, batch)"
         )
 
 

@@ -40,9 +40,6 @@ def label_cross_entropy(
         logits: Next-token logits at the target positions.
         batch: The prompts, with their true labels.
 
-    Returns:
-        One number a prompt.
-
     Raises:
         MetricError: The prompts have no true labels.
 
@@ -70,12 +67,9 @@ class LossAtPositions(Protocol):
     def __call__(
         self, logits: Float[Tensor, "batch target vocab"], batch: PromptBatch
     ) -> Float[Tensor, " batch"]:
-        """The loss of each prompt.
+        """The loss of each prompt, from the rows of logits at its positions, in order.
 
-        Args:
-            logits: Rows of the positions, in order. Prompts with fewer positions than others
-                repeat their last row; ``columns_of`` says which rows these are.
-            batch: The prompts.
+        Prompts with fewer positions than others repeat their last row; see ``columns_of``.
         """
         ...
 
@@ -115,7 +109,6 @@ class NextTokenCrossEntropy:
     weights: WeightsOfBatch
 
     def positions(self, batch: PromptBatch) -> Bool[Tensor, "batch position"]:
-        """The positions with a weight."""
         return self._weights_of(batch) != 0
 
     def __call__(
@@ -144,8 +137,7 @@ class NextTokenCrossEntropy:
             row = int((~is_target.any(1)).nonzero()[0])
             raise MetricError(
                 f"prompt {int(batch.index[row])} has no token to predict: all weights of the loss "
-                "are 0 there, or it lacks the segment of span_cross_entropy; leave this prompt "
-                "out, or give it such a token"
+                "are 0 there, or it lacks the segment of span_cross_entropy; leave this prompt out"
             )
         has_next = batch.attention_mask[:, 1:] & batch.attention_mask[:, :-1]
         wrong = torch.cat([is_target[:, :-1] & ~has_next, is_target[:, -1:]], dim=1)
@@ -173,9 +165,8 @@ def next_token_cross_entropy(weights: WeightsOfBatch) -> NextTokenCrossEntropy:
             gets, because padding is moved to the right.
 
     Returns:
-        A loss for ``al.run`` and ``al.saliency``. It raises a MetricError if
-        the weights do not fit the prompts, are all 0 in a prompt, or are not 0 at a position that
-        no token follows.
+        A loss for ``al.run`` and ``al.saliency``. It raises a MetricError if the weights do not fit
+        the prompts, are all 0 in one, or are not 0 at a position that no token follows.
 
     Examples:
         >>> loss = al.losses.next_token_cross_entropy(
@@ -198,8 +189,8 @@ def span_cross_entropy(segment: str) -> NextTokenCrossEntropy:
         segment: Name of a segment of the prompts, as in ``PromptBatch.segment_names``.
 
     Returns:
-        A loss for ``al.run`` and ``al.saliency``. It raises a PromptError if
-        there is no such segment, and a MetricError if it is empty in a prompt.
+        A loss for ``al.run`` and ``al.saliency``. It raises a PromptError if there is no such
+        segment, and a MetricError if it is empty in a prompt.
 
     Examples:
         >>> loss = al.losses.span_cross_entropy("query")
@@ -252,9 +243,8 @@ def word_cross_entropy(
 
     ``s_c = sum_k log p(c_k | prompt, c_1 ... c_k-1)`` is the score of class c, and the loss is
     ``-log softmax(s)[gold]``, in nats, from 0 up; high means that the model prefers another label.
-    For words of one token it is ``label_cross_entropy``. The words of all classes run after the
-    cached prompt. Their own edges are in no metric, but the gradient goes through them into the
-    prompt. Hooks act in the prompt alone.
+    For words of one token it is ``label_cross_entropy``. The words run after the cached prompt:
+    their own edges are in no metric, though the gradient goes through them, and hooks act before.
 
     Args:
         words: The tokens of the label word of each class. By default those of the demonstrations;
@@ -263,9 +253,8 @@ def word_cross_entropy(
             less likely.
 
     Returns:
-        A loss for ``al.run`` and ``al.saliency``. It raises a MetricError if
-        the prompts have no true labels, or the words of some class are not known or not the same in
-        all prompts; and a ModelError if the model takes no key-value cache.
+        A loss for ``al.run`` and ``al.saliency``. It raises a MetricError if the prompts have no
+        true labels or not one known word a class; and a ModelError if the model takes no cache.
 
     Raises:
         MetricError: ``words`` are no lists of token ids, or two classes have the same.
@@ -315,7 +304,6 @@ def gold_of(batch: PromptBatch, *others: PromptBatch) -> Int[Tensor, " batch"]:
         last = "answer" if batch.has_label_words else batch.segment_names[-1]
         raise MetricError(
             "the cross entropy of labels needs the true label of each query; give queries with "
-            f"labels (gold=...), or another loss: al.losses.span_cross_entropy({last!r}) for all "
-            "tokens of this segment"
+            f"labels (gold=...), or another loss, such as al.losses.span_cross_entropy({last!r})"
         )
     return batch.gold

@@ -30,8 +30,7 @@ def is_out_of_memory(error: BaseException) -> bool:
 def return_freed_memory() -> None:
     """Return to the system what the C library of Linux keeps of tensors that were freed.
 
-    It keeps pieces of some megabytes for later use. Over a long prompt these become scattered, so
-    that a pass with checkpoints would hold twice the memory that it needs.
+    Its pieces become scattered over a long prompt, and would double the memory with checkpoints.
     """
     _trim()(0)
 
@@ -53,8 +52,7 @@ def check_out_of_memory(error: Exception, batch: PromptBatch) -> None:
         reason = str(error).partition("\n")[0]
         raise MemoryLimitError(
             f"a prompt of {int(batch.attention_mask.sum())} tokens does not fit into memory by "
-            f"itself ({reason}); use fewer or shorter demonstrations, a smaller dtype, or a device "
-            "with more memory"
+            f"itself ({reason}); use fewer or shorter demonstrations, or a smaller dtype"
         ) from error
 
 

@@ -7,14 +7,13 @@
    also of whole patterns (``Observation._row_hooks``). All else is observed at its hook points.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache, partial
 from math import lcm
 from threading import Event
 from typing import Any, Protocol, runtime_checkable
 
-import numpy as np
 import torch
 from jaxtyping import Float
 from torch import Tensor
@@ -45,7 +44,7 @@ from ..models.hooked import (
     Hook,
     HookedModel,
     attention_layers,
-    layers_with,
+    hooks_in_layers,
     pattern_name,
     refuse_folded_value_biases,
     require_patterns,
@@ -54,11 +53,10 @@ from ..models.hooked import (
 from ..models.tiny_pass import logits_of, tiny_passes, tiny_tokens
 from ..prompts.batch import PromptBatch
 from ..system.arguments import called
-from ..system.checksum import row_sums
 from ..system.devices import holds_numbers, on_one_device, sent, wide
 from ..system.row_pieces import row_slices
 from ..system.texts import described
-from .forward import Watched, any_loss, edited, unedited
+from .forward import Watched, any_loss, at_rows, unedited
 
 ModelOrSizes = Any  # a HookedModel; the sizes of a cache that came without its model
 Shared = Float[Tensor, "_ head query key"]  # one pattern for the gradients of several prompts
@@ -78,20 +76,10 @@ class Observation:
     """What a question observes in a pass over a batch, after what was observed in shared tokens.
 
     Args:
-        model: The model, or for caches that came without it what has its numbers of layers and
-            heads.
-        question: What reads.
-        whole: Whole prompts.
-        columns: Those that the pass runs; all by default.
+        model: The model, or for caches that came without it its numbers of layers and heads.
+        columns: Those of the whole prompts that the pass runs; all by default.
         before: What was observed in shared tokens.
         trusted: Set when a batch has shown that no code of a user edits what it gets.
-
-    Attributes:
-        needs_gradient: Whether it needs a backward pass.
-        hooks: Forward hooks, which change nothing; with patterns cut into rows.
-        backward_hooks: Hooks on the gradients of hook points' outputs.
-        of_rows: What gets rows of A and dL/dA.
-        beside: What observes at other hook points.
     """
 
     def __init__(
@@ -102,43 +90,36 @@ class Observation:
         columns: slice | None = None,
         before: "Observation | None" = None,
         trusted: Event | None = None,
-        *,
-        is_shared: bool = False,
     ) -> None:
         self.model, self.question, self.before = model, question, before
-        self.reads, self._whole = reads_of(question, whole), whole
-        self._trusted = Event() if trusted is None else trusted
-        columns = slice(0, whole.tokens.shape[1]) if columns is None else columns
+        self.reads, self.whole = reads_of(question, whole), whole
+        self.trusted = Event() if trusted is None else trusted
+        self.columns = slice(0, whole.tokens.shape[1]) if columns is None else columns
         self._observers = {
             name: next(made for kind, made in _OBSERVERS.items() if isinstance(read, kind))(
-                model, read, question.name, whole, columns, self._trusted
+                self, read
             )
             for name, read in self.reads.items()
         }
-        observers = [*self._observers.values()]
-        self._needs = frozenset[str]().union(*(each.needs for each in observers))
+        observers, self._needs = [*self._observers.values()], needs_of(self.reads)
         self.needs_gradient = SLOPE in self._needs
-        self.of_rows = [each for each in observers if each.takes_rows]
-        self.beside = [each for each in observers if not each.takes_rows]
-        hooks, slopes = self._row_hooks(columns.start, free_later=is_shared)
+        self.of_rows = [each for each in observers if each.takes_rows]  # of A and dL/dA
+        self.beside = [each for each in observers if not each.takes_rows]  # at other hook points
+        hooks, slopes = self._row_hooks()
         self.hooks = [*hooks, *(hook for each in self.beside for hook in each.hooks)]
         self.backward_hooks = [*slopes, *(h for each in self.beside for h in each.backward_hooks)]
         if before is not None:
             for name, read in self.reads.items():
-                if SLOPE in self._observers[name].needs:  # which comes again with each batch
+                if SLOPE in read.needs:  # which comes again with each batch
                     before._observers[name].begin(read)
 
     @classmethod
     def of_shared(
-        cls,
-        model: HookedModel,
-        question: Reader,
-        batch: PromptBatch,
-        trusted: Event | None = None,
+        cls, model: HookedModel, question: Reader, batch: PromptBatch, trusted: Event | None = None
     ) -> "Observation":
         """What a question observes in the tokens before a batch, once for all prompts of a set."""
         one, columns = batch.whole().prompt(0), slice(0, batch.first_query)
-        return cls(model, question, one, columns, trusted=trusted, is_shared=True)
+        return cls(model, question, one, columns, trusted=trusted)
 
     @property
     def rows_are_enough(self) -> bool:
@@ -156,7 +137,7 @@ class Observation:
         if self._needs & {SLOPE, VALUES}:
             refuse_folded_value_biases(self.model)
         for each in self._observers.values():
-            each.check(self._whole)
+            each.check()
 
     def use(
         self,
@@ -175,19 +156,16 @@ class Observation:
                 continue
             # Of a copy in float32 no tensor of the model would tell that it was edited.
             given = wide(a), wide(slope), *values
-            owner, compares = f"metric {self.question.name!r}", not self._trusted.is_set()
+            owner, compares = f"metric {self.question.name!r}", not self.trusted.is_set()
             with unedited(owner, "A or dL/dA", *given, compares=compares):
                 each.use(layer, rows, keys, *given)
 
-    def _row_hooks(self, first: int, *, free_later: bool) -> tuple[list[Hook], list[Hook]]:
-        """Hooks that hand patterns on in rows, and to what needs gradients when these arrive.
-
-        ``first`` is the position of the first query row. See ``product_hooks`` for ``free_later``.
-        """
+    def _row_hooks(self) -> tuple[list[Hook], list[Hook]]:
+        """Hooks that hand patterns on in rows, and to what needs gradients when these arrive."""
         later = [each for each in self.of_rows if SLOPE in each.needs]
         at_once = [each for each in self.of_rows if each not in later]
         of_values = any(VALUES in each.needs for each in later)
-        values: dict[int, Tensor] = {}
+        values, first = dict[int, Tensor](), self.columns.start
 
         @cache  # for all layers
         def slices_of(batch: int, heads: int, queries: int, keys: int) -> list[slice]:
@@ -218,7 +196,9 @@ class Observation:
         hooks = hooks_in_layers(self.model, pattern_name, use_pattern) if at_once else []
         if not later:
             return hooks, []
-        storing, backward = product_hooks(self.model, use_product, free_later=free_later)
+        # A gradient comes to the patterns of shared tokens again with each batch.
+        is_shared = self.columns.stop < self.whole.tokens.shape[1]
+        storing, backward = product_hooks(self.model, use_product, free_later=is_shared)
         if of_values:
             storing += hooks_in_layers(self.model, values_name, store_values)
         return [*hooks, *storing], backward
@@ -230,34 +210,23 @@ class Observation:
             ours = self._observers[name]
             theirs = None if self.before is None else self.before._observers[name]
             found[name] = ours.found() if theirs is None else ours.after(theirs, len(logits))
-            both = [each.dtype() for each in (ours, theirs) if each is not None]
-            known = [dtype for dtype in both if dtype is not None]
-            if known:
+            if known := {*ours.dtypes, *(() if theirs is None else theirs.dtypes)}:
                 dtypes[name] = max(known, key=lambda dtype: torch.finfo(dtype).eps)
         clean = None if clean is None else clean.clone()
         return Seen(self.reads, found, dtypes, logits.clone(), clean, int(self.model.cfg.n_heads))
 
 
-def hooks_in_layers(
-    model: ModelOrSizes, name: Callable[[int], str], act: Callable[[int, Tensor, Any], None]
-) -> list[Hook]:
-    """As ``hooks_by_layer``, but ``act`` itself is called, which takes the hook: it runs often."""
-    return [(name(layer), partial(act, layer)) for layer in layers_with(model, name)]
-
-
 def product_hooks(
     model: ModelOrSizes, use: Callable[[int, Shared, Pattern], None], *, free_later: bool = False
 ) -> tuple[list[Hook], list[Hook]]:
-    """Hooks that pass A and dL/dA of each layer to ``use`` when the gradient reaches the layer.
-
-    A pattern is freed after the backward pass of its layer, or with the hooks if ``free_later``.
-    """
+    """Hooks that pass A and dL/dA of each layer to ``use`` when the gradient reaches the layer."""
     patterns: dict[int, Tensor] = {}
 
     def store(layer: int, pattern: Tensor, hook: Any) -> None:
         patterns[layer] = pattern.detach()
 
     def multiply(layer: int, gradient: Tensor, hook: Any) -> None:
+        # A pattern is freed after the backward pass of its layer, or later with the hooks.
         use(layer, patterns[layer] if free_later else patterns.pop(layer), gradient)
 
     layers = attention_layers(model)
@@ -273,20 +242,14 @@ class Observer:
     runs_user_code = False  # which may edit what it gets
     hooks: Sequence[Hook] = ()  # at other hook points
     backward_hooks: Sequence[Hook] = ()
+    dtypes: Collection[torch.dtype] = ()  # in which the model had the numbers
 
-    def __init__(
-        self,
-        model: ModelOrSizes,
-        read: Any,
-        owner: str,
-        batch: PromptBatch,
-        columns: slice,
-        trusted: Event,
-    ) -> None:
-        self.model, self.owner, self.needs, self.trusted = model, owner, read.needs, trusted
+    def __init__(self, of: Observation, read: Any) -> None:
+        self.model, self.owner, self.batch = of.model, of.question.name, of.whole
+        self.needs, self.trusted = read.needs, of.trusted
         self.begin(read)
 
-    def check(self, batch: PromptBatch) -> None:
+    def check(self) -> None:
         """Raise an error, before the model runs, where it does not show what is read."""
 
     def begin(self, read: Any) -> None:
@@ -298,24 +261,15 @@ class Observer:
         """Get A and dL/dA of some query rows and the keys that they see, in any precision."""
 
     def found(self) -> Any:
-        """What was observed in the pass."""
         return None
 
     def after(self, shared: "Observer", count: int) -> Any:
         """What was observed in shared tokens and after them, for ``count`` prompts."""
-        before, after = shared.found(), self.found()
-        if before is None or after is None:
-            return after if before is None else before.expand(count, *before.shape[1:])
-        return before.expand(count, *before.shape[1:]).double() + after.double()
-
-    def dtype(self) -> torch.dtype | None:
-        """The type in which the model had the numbers; of several the coarsest."""
-        return None
+        before = shared.found()
+        return before.expand(count, *before.shape[1:]).double() + self.found().double()
 
 
 class HooksObserver(Observer):
-    """Hooks of the user."""
-
     takes_rows, runs_user_code = False, True
 
     def begin(self, read: Hooks) -> None:
@@ -329,13 +283,11 @@ class HooksObserver(Observer):
 
 
 class SumsObserver(Observer):
-    """Sums of a weight over sets of edges."""
-
-    def check(self, batch: PromptBatch) -> None:
+    def check(self) -> None:
         if isinstance(self._sums.weight, WithValues):
             require_transformed_values(self.model)
         elif self.runs_user_code:
-            try_weight(self._sums.weight, self.model.cfg.n_heads, batch)
+            try_weight(self._sums.weight, self.model.cfg.n_heads, self.batch)
 
     def begin(self, read: Sums) -> None:
         self.runs_user_code = all(read.weight is not each for each in vars(weights).values())
@@ -363,14 +315,12 @@ class BlocksObserver(Observer):
 
     runs_user_code = True
 
-    def __init__(
-        self, model: ModelOrSizes, read: Blocks, owner: str, batch: PromptBatch, *where: Any
-    ) -> None:
-        padding = ~batch.attention_mask
+    def __init__(self, of: Observation, read: Blocks) -> None:
+        padding = ~of.whole.attention_mask
         self._padding = padding if padding.any() else None
-        super().__init__(model, read, owner, batch, *where)
+        super().__init__(of, read)
 
-    def check(self, batch: PromptBatch) -> None:
+    def check(self) -> None:
         """Raise an error for what goes through all layers, where some have no pattern."""
         if self.is_whole:
             cure = "read each layer by itself (al.reads.Blocks without whole), as al.SegmentFlows"
@@ -387,11 +337,9 @@ class BlocksObserver(Observer):
             padding = sent(self._padding[:, None, rows, None], a.device)
             a, slope = (each.masked_fill(padding, 0) for each in (a, slope))
         copies = [] if self._padding is None else [a, slope]  # which nothing else watches
-        before = [row_sums(each.detach()) for each in copies]
         block = Block(layer, rows, keys, a, slope if self._read.slope else None)
-        made: Any = called(f"a function of {self.owner}", self._read.of, "a block", block)
-        if not all(map(np.array_equal, [row_sums(each.detach()) for each in copies], before)):
-            raise edited(f"metric {self.owner!r}", "A or dL/dA")
+        with unedited(f"metric {self.owner!r}", "A or dL/dA", *copies, compares=True):
+            made: Any = called(f"a function of {self.owner}", self._read.of, "a block", block)
         first = next(iter(self._of_layers.values()), made)
         if not holds_numbers(made) or made.shape[:1] != a.shape[:1] or made.shape != first.shape:
             raise MetricError(
@@ -405,24 +353,33 @@ class BlocksObserver(Observer):
         return _by_layer(self.owner, self._of_layers)
 
 
+@dataclass(frozen=True, eq=False)
+class _Places:
+    """Chosen places of tables of the same shape: indices that broadcast."""
+
+    prompts: Tensor
+    rows: Tensor
+    keys: Tensor | None  # None for all
+    has: Tensor | None  # False for keys that the tables have not
+    inside: Tensor | None  # False for chosen rows that the tables have not; None if they have all
+
+    def numbers(self, table: Tensor) -> Tensor:
+        """Numbers of a pattern or slope: [batch, head, chosen(, key)]; 0 at keys that it lacks."""
+        if self.keys is None or self.has is None:
+            return table[self.prompts, :, self.rows].transpose(1, 2)
+        return table[self.prompts, :, self.rows, self.keys].movedim(-1, 1) * self.has
+
+
 class AtObserver(Observer):
     """Numbers at the chosen positions that lie in the columns of a pass."""
 
-    def __init__(
-        self,
-        model: ModelOrSizes,
-        read: At,
-        owner: str,
-        batch: PromptBatch,
-        columns: slice,
-        trusted: Event,
-    ) -> None:
-        super().__init__(model, read, owner, batch, columns, trusted)
-        self._read, self._length = read, batch.tokens.shape[1]
+    def __init__(self, of: Observation, read: At) -> None:
+        super().__init__(of, read)
+        self._read, self._length, columns = read, self.batch.tokens.shape[1], of.columns
         self._rows: dict[torch.device, Tensor] = {}
         self._places: dict[Any, _Places | None] = {}  # the same for all layers of a device
-        self._dtypes: set[torch.dtype] = set()
-        queries, keys = read.columns(batch, owner)
+        self.dtypes: set[torch.dtype] = set()
+        queries, keys = read.columns(self.batch, self.owner)
         inside = (queries >= columns.start) & (queries < columns.stop)
         self.places = inside[0].nonzero().flatten()  # the same in all prompts, see ``begins_as``
         self.takes_rows = bool(read.needs & {PATTERN, SLOPE}) and len(self.places) > 0
@@ -432,13 +389,13 @@ class AtObserver(Observer):
         self._queries = queries[:, self.places]
         self._keys = keys[:, self.places] if read.pairs and keys is not None else keys
         if read.what in (QUERIES, KEYS):
-            operands, of_keys = _operands(model, owner), read.what == KEYS
+            operands, of_keys = _operands(self.model, self.owner), read.what == KEYS
             self._key_heads = lcm(*(each.key_heads for each in operands))
             self.hooks = hooks_on_operands(operands, self._add_heads, of_keys=of_keys)
         elif not self.takes_rows:
-            self.hooks = hooks_in_layers(model, read.what.format, self._add_states)
+            self.hooks = hooks_in_layers(self.model, read.what.format, self._add_states)
 
-    def check(self, batch: PromptBatch) -> None:
+    def check(self) -> None:
         """Raise an error for a hook point with other shapes in some layers."""
         if self.needs:
             return
@@ -464,27 +421,26 @@ class AtObserver(Observer):
         self._of_layers[layer] = chosen
 
     def _add_states(self, layer: int, states: Tensor, hook: Any = None) -> None:
-        self._dtypes.add(states.dtype)
+        self.dtypes.add(states.dtype)
         if states.device not in self._rows:
             self._rows[states.device] = sent(self._queries - self._stop, states.device)
         # Keys of a cache may stand before those of the columns that run.
         rows = self._rows[states.device] + states.shape[1]
-        prompts = torch.arange(len(rows), device=rows.device)[:, None]
-        self._of_layers[layer] = states.detach()[prompts, rows]
+        self._of_layers[layer] = at_rows(states.detach(), rows)
 
     def use(
         self, layer: int, rows: slice, keys: slice, a: Pattern, slope: Pattern, *values: Values
     ) -> None:
         key = rows.start, keys.start, tuple(a.shape), a.device
         if key not in self._places:
-            self._places[key] = _Places.of(self._queries, self._keys, rows, keys, a)
+            self._places[key] = self._places_in(rows, keys, a)
         if (places := self._places[key]) is None:
             return
         table = slope if self._read.what == SLOPE else a
-        self._dtypes.add(table.dtype)
-        numbers = places.numbers(table.detach(), self._read.pairs)
+        self.dtypes.add(table.dtype)
+        numbers = places.numbers(table.detach())
         if table is slope:
-            numbers = numbers * (places.numbers(a, self._read.pairs) != 0)
+            numbers = numbers * (places.numbers(a) != 0)
         if self._keys is None and numbers.shape[-1] < self._length:  # zeros for the other keys
             after = self._length - keys.start - table.shape[3]
             numbers = torch.nn.functional.pad(numbers, (keys.start, after))
@@ -494,30 +450,43 @@ class AtObserver(Observer):
         before = self._of_layers.get(layer)
         self._of_layers[layer] = numbers if before is None else before + numbers
 
+    def _places_in(self, rows: slice, keys: slice, table: Tensor) -> _Places | None:
+        """The places in a table of these rows and keys; None if it has no chosen row."""
+        inside = (self._queries >= rows.start) & (self._queries < rows.stop)
+        if not inside.any():
+            return None
+        # Shared tokens ran for one prompt, but have slopes of all.
+        count, device = len(table), table.device
+        all_inside = None if inside.all() else sent(inside, device).expand(count, -1)
+        row = (self._queries - rows.start).clamp(0, table.shape[2] - 1)
+        row = sent(row, device).expand(count, -1)
+        prompts = torch.arange(count, device=device)[:, None]
+        if self._keys is None:
+            return _Places(prompts, row, None, None, all_inside)
+        key = sent(self._keys - keys.start, device).expand(count, -1)
+        if not self._read.pairs:  # each row with each key
+            prompts, row, key = prompts[..., None], row[:, :, None], key[:, None]
+        has = (key >= 0) & (key < table.shape[3])
+        return _Places(prompts, row, key.clamp(0, table.shape[3] - 1), has[:, None], all_inside)
+
     def found(self) -> Tensor | None:
         return wide(_by_layer(self.owner, self._of_layers)) if len(self.places) else None
 
     def after(self, shared: Observer, count: int) -> Any:
         before, after = shared.found(), self.found()
-        if before is not None and self._read.what in (PATTERN, SLOPE) and self._read.keys is None:
+        if before is None:
+            return after
+        if self._read.what in (PATTERN, SLOPE) and self._read.keys is None:
             # The prompt whose columns they were may be shorter or longer than those here.
-            wider = self._length - before.shape[-1]
-            before = torch.nn.functional.pad(before, (0, wider))
-        if before is None or after is None:
-            return after if before is None else before.expand(count, *before.shape[1:])
+            before = torch.nn.functional.pad(before, (0, self._length - before.shape[-1]))
+        before = before.expand(count, *before.shape[1:])
+        if after is None:
+            return before
         # Shared columns are before all others of a prompt, but may be named in any order.
         assert isinstance(shared, AtObserver)
         order = torch.cat([shared.places, self.places]).argsort()
-        both = torch.cat([before.expand(count, *before.shape[1:]), after], dim=self._axis)
-        return both.index_select(self._axis, order)
-
-    @property
-    def _axis(self) -> int:
-        """Where the chosen positions are: [batch, layer, (head,) chosen, ...]."""
-        return 3 if self.needs else 2
-
-    def dtype(self) -> torch.dtype | None:
-        return max(self._dtypes, key=lambda dtype: torch.finfo(dtype).eps, default=None)
+        axis = 3 if self.needs else 2  # of [batch, layer, (head,) chosen, ...]
+        return torch.cat([before, after], dim=axis).index_select(axis, order)
 
 
 def _operands(model: HookedModel, owner: str) -> list[Operands]:
@@ -536,48 +505,6 @@ def _operands(model: HookedModel, owner: str) -> list[Operands]:
 _OBSERVERS = {At: AtObserver, Sums: SumsObserver, Blocks: BlocksObserver, Hooks: HooksObserver}
 
 
-@dataclass(frozen=True, eq=False)
-class _Places:
-    """Chosen places of tables of the same shape."""
-
-    prompts: Tensor
-    rows: Tensor
-    keys: Tensor | None  # None for all
-    has: Tensor | None  # False for keys that the tables have not
-    inside: Tensor | None  # False for chosen rows that the tables have not; None if they have all
-
-    @classmethod
-    def of(
-        cls, queries: Tensor, chosen: Tensor | None, rows: slice, keys: slice, table: Tensor
-    ) -> "_Places | None":
-        """Those of a table of these rows and keys; None if it has no chosen row."""
-        inside = (queries >= rows.start) & (queries < rows.stop)
-        if not inside.any():
-            return None
-        # Shared tokens ran for one prompt, but have slopes of all.
-        count, device = len(table), table.device
-        all_inside = None if inside.all() else sent(inside, device).expand(count, -1)
-        row = (queries - rows.start).clamp(0, table.shape[2] - 1)
-        row = sent(row, device).expand(count, -1)
-        prompts = torch.arange(count, device=device)[:, None]
-        if chosen is None:
-            return cls(prompts, row, None, None, all_inside)
-        key = sent(chosen - keys.start, device).expand(count, -1)
-        has = (key >= 0) & (key < table.shape[3])
-        return cls(prompts, row, key.clamp(0, table.shape[3] - 1), has, all_inside)
-
-    def numbers(self, table: Tensor, pairs: bool) -> Tensor:
-        """Numbers of a pattern or slope: [batch, head, chosen(, key)]; 0 at keys that it lacks."""
-        if self.keys is None or self.has is None:
-            return table[self.prompts, :, self.rows].transpose(1, 2)
-        if pairs:
-            chosen = table[self.prompts, :, self.rows, self.keys] * self.has[..., None]
-            return chosen.transpose(1, 2)
-        rows, keys = self.rows[:, :, None], self.keys[:, None]
-        chosen = table[self.prompts[..., None], :, rows, keys]  # [batch, n, key, head]
-        return (chosen * self.has[:, None, :, None]).movedim(3, 1)
-
-
 def _by_layer(owner: str, of_layers: dict[int, Tensor]) -> Float[Tensor, "batch layer *axes"]:
     """The numbers of all layers on the CPU, so that a GPU waits for one copy."""
     layers = on_one_device([of_layers[layer] for layer in sorted(of_layers)])
@@ -590,9 +517,8 @@ def _refuse_other_shapes(owner: str, shapes: Sequence[tuple[int, ...]]) -> None:
     if unlike := [layer for layer, shape in enumerate(shapes) if shape != shapes[0]]:
         raise MetricError(
             f"what {owner} reads has other shapes in some layers than in others: {shapes[0]} in "
-            f"layer 0 and {shapes[unlike[0]]} in layer {unlike[0]} (without the last axis), so "
-            "that no tensor of all layers holds it; read each kind of layer by itself "
-            "(al.reads.Hooks)"
+            f"layer 0 and {shapes[unlike[0]]} in layer {unlike[0]} (without the last axis); read "
+            "each kind of layer by itself (al.reads.Hooks)"
         )
 
 
@@ -608,7 +534,6 @@ def reads_of(question: Reader, batch: PromptBatch) -> Reads:
 
 
 def need_gradient(reads: Reads) -> bool:
-    """Whether reads need a backward pass."""
     return SLOPE in needs_of(reads)
 
 
@@ -621,10 +546,7 @@ def check_columns(question: Reader, batches: Sequence[PromptBatch], first: Reads
 
 
 def begins_as(question: Reader, batch: PromptBatch, first: PromptBatch) -> bool:
-    """Whether a question reads before ``batch.first_query`` what it reads there of another prompt.
-
-    ``first`` is a prompt of the same set. What needs a gradient is taken from each batch anew.
-    """
+    """Whether a question reads in shared tokens what it reads in another prompt of the set."""
     whole, one = batch.whole(), first.whole().prompt(0)
     ours, theirs = reads_of(question, whole), reads_of(question, one)
     return all(
@@ -642,11 +564,7 @@ def by_hooks(observations: Sequence[Observation]) -> dict[str, Any]:
 
 
 def by_rows(observations: Sequence[Observation], *, has_kernel: bool) -> dict[str, Any]:
-    """Options of a pass with a fused attention, in which questions get a few query rows at a time.
-
-    What they read outside of patterns they observe at hook points. With ``has_kernel`` a kernel
-    sums over edges, as ``why_no_kernel`` allows it.
-    """
+    """Options of a pass with a fused attention: questions get rows, or sums of a kernel."""
 
     def use(layer: int, rows: slice, keys: slice, a: Tensor, slope: Tensor) -> None:
         for each in observations:

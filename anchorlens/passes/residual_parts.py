@@ -37,7 +37,7 @@ from ..models.tiny_pass import in_a_line, is_own_mistake, relative_difference
 from ..models.twin import twin_of
 from ..prompts.batch import PromptBatch
 from ..system.devices import wide
-from .forward import run_pass
+from .forward import at_rows, run_pass
 
 _CURE = "load it without compatibility mode; al.head_effects and al.EdgeSweep take any attention"
 _ADDED = ("hook_attn_out", "hook_mlp_out")  # what a layer adds to the residual stream
@@ -46,48 +46,39 @@ _INPUTS = ("hidden_states", "query_input", "key_input", "value_input")
 
 @dataclass(frozen=True, eq=False)
 class ResidualParts:
-    """Queries, keys and values of some heads at some positions, as sums of parts.
+    """Queries, keys and values of some heads at some positions, as sums of parts."""
 
-    Attributes:
-        layers: What each part is of: 0 the embedding, 2 n + 1 the attention of layer n (all of it;
-            or each head, then what is of no head), 2 n + 2 its MLP, and the last the biases.
-        queries: What each part gives to the queries, in the unit of scores.
-        keys: What each part gives to the keys.
-        values: What each part gives to the values.
-        pattern: The attention of these queries to these keys.
-        directions: How much the output of each head at the first query adds to the logit of its
-            answer, minus the mean of the others: a vector; None where this is not known.
-        unknown: Why it is not.
-    """
-
+    # Of what each part is: 0 the embedding, 2 n + 1 the attention of layer n (all of it; or each
+    # head, then what is of no head), 2 n + 2 its MLP, and the last the biases.
     layers: Sequence[int]
-    queries: Float[Tensor, "part batch head query d_head"]
+    queries: Float[Tensor, "part batch head query d_head"]  # in the unit of scores
     keys: Float[Tensor, "part batch head key d_head"]
     values: Float[Tensor, "part batch head key d_value"]
     pattern: Float[Tensor, "batch head query key"]
+    # How much the output of each head at the first query adds to the logit of its answer, minus the
+    # mean of the others.
     directions: Float[Tensor, "batch head d_value"] | None
-    unknown: str
+    unknown: str  # why there are no directions
 
 
 @dataclass
 class _Call:
     """How the attention of a layer was called, and what was seen at some columns in that pass."""
 
+    layer: int
     columns: Int[Tensor, "batch column"]
     device: torch.device  # of the layer
     args: tuple[Any, ...] = ()
     kwargs: Mapping[str, Any] = field(default_factory=dict)
     soft_cap: float | None = None  # of its scores
+    seen: dict[str, Tensor] = field(default_factory=dict)
 
     def at(self, values: Tensor) -> Tensor:
         """Numbers [batch, position, ...] at the columns."""
-        columns = self.columns.to(values.device)
-        prompts = torch.arange(len(columns), device=values.device)[:, None]
-        at_columns = values.expand(len(columns), *values.shape[1:])[prompts, columns]
-        return at_columns.to(self.device)
+        values = values.expand(len(self.columns), *values.shape[1:])
+        return at_rows(values, self.columns).to(self.device)
 
     def hidden(self) -> Float[Tensor, "batch position d_model"]:
-        """The input of the attention."""
         inputs = [*self.args[:1], *(self.kwargs[name] for name in _INPUTS if name in self.kwargs)]
         return inputs[0].detach()
 
@@ -114,20 +105,17 @@ def residual_parts(
         columns = torch.cat(ours, dim=1)
         places = torch.arange(columns.shape[1], device="cpu").expand(len(batch), -1)
         ours = places[:, : queries.shape[1]], places[:, queries.shape[1] :]
-    call = _Call(columns, devices_of_layers(model)[layer])
+    call = _Call(layer, columns, devices_of_layers(model)[layer])
     rows = torch.arange(len(batch), device="cpu")[:, None, None]
     chosen = torch.tensor(heads, device="cpu")[:, None]
-    seen, patterns, norms = dict[str, Tensor](), list[Tensor](), FrozenNorms(model)
+    seen, patterns, norms = call.seen, list[Tensor](), FrozenNorms(model)
     points = [f"blocks.{n}.{each}" for n in range(layer) for each in _ADDED]
     resid_pre = before_block(layer)
     points += [before_block(0), resid_pre]
     points += [z_name(n) for n in range(layer)] if by_head else []
     last = after_block(len(model.blocks) - 1)  # type: ignore[attr-defined]
     if missing := [name for name in points if name not in model.hook_dict]:
-        raise ModelError(
-            f"the model has no hook point {missing[0]}, where a part of scores could be read; "
-            f"{_CURE}"
-        )
+        raise ModelError(f"the model has no hook point {missing[0]} of a part of scores; {_CURE}")
 
     def see(name: str, values: Tensor, hook: Any) -> None:
         seen[name] = call.at(values.detach())
@@ -166,8 +154,8 @@ def residual_parts(
     ):
         run_pass(model, batch, observers=observers)
     try:
-        layers, parts = _parts_of_residual(model, layer, call, seen, norms if by_head else None)
-        operands = _linear_operands(model, layer, call, torch.stack(parts), seen[resid_pre])
+        layers, parts = _parts_of_residual(model, call, norms if by_head else None)
+        operands = _linear_operands(model, call, torch.stack(parts))
         of_queries, of_keys, of_values = (
             each.cpu()[:, rows, chosen, place[:, None]]
             for each, place in zip(operands, (*ours, ours[1]), strict=True)
@@ -178,13 +166,11 @@ def residual_parts(
     except Exception as error:  # an attention may compute scores in any other way
         if is_own_mistake(error):
             raise
-        raise ModelError(
-            f"the scores of layer {layer} cannot be told apart by parts: {in_a_line(error)}; "
-            f"{_CURE}"
-        ) from error
+        reason = f"the scores of layer {layer} cannot be told apart by parts: {in_a_line(error)}"
+        raise ModelError(f"{reason}; {_CURE}") from error
     directions, unknown = None, ""
     try:
-        every = _directions(model, batch, layer, call, seen, norms, queries[:, 0])
+        every = _directions(model, batch, call, norms, queries[:, 0])
         directions = every.cpu()[:, list(heads)]
     except torch.OutOfMemoryError:
         raise
@@ -197,18 +183,13 @@ def residual_parts(
 
 
 def _directions(
-    model: Any,
-    batch: PromptBatch,
-    layer: int,
-    call: _Call,
-    seen: Mapping[str, Tensor],
-    norms: FrozenNorms,
-    queries: Int[Tensor, " batch"],
+    model: Any, batch: PromptBatch, call: _Call, norms: FrozenNorms, queries: Int[Tensor, " batch"]
 ) -> Float[Tensor, "batch head d_value"]:
     """The gradient of the answer's logit, minus the mean of the others, at the heads' output.
 
     It goes past no later layer, and the last norm is held.
     """
+    layer, seen = call.layer, call.seen
     if missing := [name for name in _given_out(layer) if name not in seen]:
         raise ModelError(f"the model has no hook point {missing[0]}")
     z, out = (seen[name] for name in _given_out(layer))
@@ -249,15 +230,12 @@ def _given_out(layer: int) -> tuple[str, str]:
 
 
 def _parts_of_residual(
-    model: HookedModel,
-    layer: int,
-    call: _Call,
-    seen: Mapping[str, Tensor],
-    norms: FrozenNorms | None,
+    model: HookedModel, call: _Call, norms: FrozenNorms | None
 ) -> tuple[list[int], list[Tensor]]:
     """The parts of the residual stream before a layer, with heads apart where norms are given."""
+    seen = call.seen
     layers, parts = [0], [seen[before_block(0)]]
-    for n in range(layer):
+    for n in range(call.layer):
         attn_out, mlp_out = (seen[f"blocks.{n}.{each}"] for each in _ADDED)
         attention = [attn_out]
         if norms is not None:
@@ -266,9 +244,8 @@ def _parts_of_residual(
             _require_sum(torch.stack(attention).sum(0), attn_out, f"the attention of layer {n}")
         parts += [*attention, mlp_out]
         layers += [2 * n + 1] * len(attention) + [2 * n + 2]
-    _require_sum(
-        torch.stack(parts).sum(0), seen[before_block(layer)], "what the layers before it add"
-    )
+    total = torch.stack(parts).sum(0)
+    _require_sum(total, seen[before_block(call.layer)], "what the layers before it add")
     return layers, parts
 
 
@@ -279,9 +256,8 @@ def _of_heads(
     attention = model.blocks[layer].attn
     output, bias = attention.W_O.detach().to(z), getattr(attention, "b_O", None)
     added = torch.einsum("bphd,hdm->hbpm", separate_heads(z, model.cfg.n_heads), output)
-    of_none = (
-        torch.zeros_like(added[0]) if bias is None else bias.detach().to(z).expand_as(added[0])
-    )
+    of_none = torch.zeros_like(added[0]) if bias is None else bias.detach().to(z)
+    of_none = of_none.expand_as(added[0])
     if norm is None:
         return [*added, of_none]
     held = norm._replace(factors=call.at(norm.factors))
@@ -289,12 +265,10 @@ def _of_heads(
     return [*heads, of_none + held.bias.to(z)]
 
 
-def _linear_operands(
-    model: HookedModel, layer: int, call: _Call, parts: Tensor, resid: Tensor
-) -> list[Tensor]:
+def _linear_operands(model: HookedModel, call: _Call, parts: Tensor) -> list[Tensor]:
     """Queries, keys, values of parts, then of the biases: [part, batch, head, column, d_head]."""
-    block: Any = model.blocks[layer]  # type: ignore[attr-defined]
-    hidden = call.at(call.hidden())
+    block: Any = model.blocks[call.layer]  # type: ignore[attr-defined]
+    hidden, resid = call.at(call.hidden()), call.seen[before_block(call.layer)]
     norm = no_norm(hidden)
     if not torch.equal(hidden, resid):  # where it is equal, the norm comes after the attention
         _require_sum(block.ln1.forward(resid), hidden, "what the norm before it gives out")
@@ -306,12 +280,12 @@ def _linear_operands(
         held[module] = LinearNorm.of(module, inputs[0], output)
 
     with added_hooks(model, of_modules=[(each, store) for each in inner]):
-        [whole] = _operands_of_inputs(model, layer, call, [hidden])
-    frozen: list[ModuleHook] = [(each, norm.acting()) for each, norm in held.items()]
+        [whole] = _operands_of_inputs(model, call, [hidden])
+    frozen: list[ModuleHook] = [(each, norm.act) for each, norm in held.items()]
     bias = norm.bias.to(hidden.dtype).expand_as(hidden)
     inputs = [bias, *(norm.without_bias(part).to(hidden.dtype) + bias for part in parts)]
     with added_hooks(model, of_modules=frozen):
-        constant, *of_parts = _operands_of_inputs(model, layer, call, inputs)
+        constant, *of_parts = _operands_of_inputs(model, call, inputs)
     found = []
     for k, what in enumerate(("queries", "keys", "values")):
         stacked = torch.stack([*(each[k] - constant[k] for each in of_parts), constant[k]])
@@ -321,7 +295,7 @@ def _linear_operands(
 
 
 def _operands_of_inputs(
-    model: HookedModel, layer: int, call: _Call, inputs: Iterable[Tensor]
+    model: HookedModel, call: _Call, inputs: Iterable[Tensor]
 ) -> list[tuple[Tensor, Tensor, Tensor]]:
     """Queries, in the unit of scores, keys and values that a layer makes of inputs."""
     found = list[tuple[Tensor, Tensor, Tensor]]()
@@ -343,7 +317,7 @@ def _operands_of_inputs(
             given = {name: hidden for name in _INPUTS if name in kwargs}
             with suppress(_Found):
                 args = [hidden, *others] if call.args else []
-                model.blocks[layer].attn(*args, **kwargs | given)  # type: ignore[attr-defined]
+                model.blocks[call.layer].attn(*args, **kwargs | given)  # type: ignore[attr-defined]
     return found
 
 
@@ -357,7 +331,6 @@ def _at(call: _Call, value: Any) -> Any:
 
 
 def _require_sum(total: Tensor, expected: Tensor, what: str) -> None:
-    """Raise an error unless two tensors are equal up to rounding."""
     difference = relative_difference(total, expected)
     if not difference <= _limit(expected):
         raise ModelError(

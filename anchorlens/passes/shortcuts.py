@@ -1,11 +1,10 @@
 """Which shortcuts have the numbers of whole prompts: facts of a model, each found once.
 
 1. Two prompts of twelve tokens run whole, and again with the shortcut: after ten shared tokens, or
-   with a fused attention.
-2. Sliding windows and chunks have three tokens meanwhile, so that these prompts go beyond them.
-3. A shortcut is taken if logits, A * dL/dA of each edge, and what questions read at positions,
+   with a fused attention. Windows have three tokens meanwhile, so that the prompts go beyond them.
+2. A shortcut is taken if logits, A * dL/dA of each edge, and what questions read at positions,
    differ by rounding alone.
-4. Whether shared tokens can run with a fused attention, and in which layers a pass can begin,
+3. Whether shared tokens can run with a fused attention, and in which layers a pass can begin,
    follows from the keys and values that are stored.
 """
 
@@ -21,7 +20,7 @@ from torch.nn import functional
 from ..hooks import Site, hooks_on_edges
 from ..models.facts import fact
 from ..models.hooked import HookedModel, is_of_low_precision
-from ..models.kv_cache import entries_of_cache, layers_of_entries
+from ..models.kv_cache import entries_of_cache, layers_of_entries, shared_tokens
 from ..models.tiny_pass import (
     QUERIES,
     prompts_of_lengths,
@@ -35,18 +34,14 @@ from ..prompts.batch import PromptBatch
 from .comparison import TOLERANCE, Shown, reason_of, tolerance, why_unlike
 from .forward import any_loss, run_pass, run_prefix
 from .fused_attention import run_fused
-from .shared_prefix import shared_tokens
-from .twin_for import why_not_native
+from .running import why_not_native
 
 _SHORT = 64  # tokens of a pass whose stored bytes are counted; twice as many run too
 
 
 @fact
 def why_not_shared(model: HookedModel) -> str:
-    """Why shared tokens cannot run once; empty if prompts after them have the same numbers.
-
-    Also gradients go through the shared tokens, for all prompts of a batch at once.
-    """
+    """Why shared tokens cannot run once; empty if prompts after them have the same numbers."""
     if is_of_low_precision(model):
         return "in low precision numbers after cached tokens are rounded otherwise"
     return _reason_of_comparison(model, "no run from a key-value cache", _compare_shared)
@@ -75,7 +70,6 @@ def why_not_late(model: HookedModel, layer: int) -> str:
 
 @fact
 def weights_of_blocks(model: HookedModel) -> int:
-    """How many numbers the weights of all blocks have."""
     return sum(each.numel() for each in model.blocks.parameters())  # type: ignore[attr-defined]
 
 
@@ -91,11 +85,8 @@ def _bytes_of_short_passes(model: HookedModel) -> tuple[int, int, int]:
 
 
 def bytes_stored(model: HookedModel, length: int) -> int:
-    """The bytes that a pass over a prompt stores for its gradient, with a fused attention.
-
-    They grow with the tokens, so that two short passes tell those of a long prompt. What does not
-    grow, such as weights in another type, is in both.
-    """
+    """The bytes that a pass over a prompt stores for its gradient, with a fused attention."""
+    # They grow with the tokens, but for what is in both, such as weights in another type.
     count, short, twice = _bytes_of_short_passes(model)
     return short + (twice - short) * (length - count) // count
 
@@ -134,7 +125,6 @@ def _reason_of_comparison(model: HookedModel, what: str, compare: Callable[..., 
 
 def _compare_shared(model: HookedModel, batch: PromptBatch) -> str:
     after = batch.after(batch.tokens.shape[1] - QUERIES)
-
     whole, before, later = Shown(model), Shown(model), Shown(model)
     whole.logits = run_pass(model, batch, loss=any_loss, **whole.options)
     prefix = run_prefix(model, shared_tokens(after), **before.options)

@@ -6,7 +6,7 @@ computes its outputs or values in another way (a norm after them), the gradients
 are taken, which cost more memory. Which of the two it is, is tried on the first token.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -16,11 +16,9 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 from torch.nn.functional import cross_entropy
 
-from ..errors import NotFiniteError
 from ..models.hooked import (
-    Hook,
     HookedModel,
-    HookFunction,
+    at_known_points,
     hooks_by_layer,
     pattern_name,
     refuse_folded_value_biases,
@@ -31,7 +29,7 @@ from ..models.kinds import cached_heads
 from ..models.model_state import frozen_in_eval_mode
 from ..prompts.batch import PromptBatch
 from ..system.devices import sent, wide
-from .forward import Acting, Pass, rows_hook
+from .forward import Acting, Pass, is_finite, not_finite, rows_hook
 from .losses import columns_of
 from .running import leaf_hook
 
@@ -62,30 +60,37 @@ def step_gradients(
         columns, _ = columns_of(positions)
         selected: list[Tensor] = []
         following = batch.tokens.gather(1, columns + 1)[0]
+        name, select = rows_hook(model, columns)
+
+        def select_and_store(resid: Tensor, hook: Any) -> Tensor | None:
+            selected.append(select(resid, hook=hook))  # type: ignore[arg-type]
+            return selected[0]
+
+        def store_output(layer: int, output: Tensor, hook: Any) -> Tensor:
+            # A bridge shows its hooks a copy, and goes on with the original unless one returns it.
+            outputs[layer] = output.view_as(output)
+            return outputs[layer]
+
         observers = [
             *hooks_by_layer(model, pattern_name, patterns.__setitem__),
-            *_at_known_points(model, hooks_by_layer(model, values_name, values.__setitem__)),
+            *at_known_points(model, hooks_by_layer(model, values_name, values.__setitem__)),
         ]
-        changes = _at_known_points(model, _outputs_in_the_graph(model, outputs))
-        described = Pass(model, batch, changes, observers)
+        at_outputs = ((z_name(layer), partial(store_output, layer)) for layer in layers)
+        described = Pass(model, batch, at_known_points(model, at_outputs), observers)
         described.check()
-        last = [_storing(*rows_hook(model, columns), selected)]
-        acting = Acting(described, [leaf_hook([])], last)
+        acting = Acting(described, [leaf_hook([])], [(name, select_and_store)])
         with acting.inside:
             logits = acting.outputs()[0][0]
         logits = wide(logits)
-        if not torch.stack(logits.aminmax()).isfinite().all():
-            raise NotFiniteError(
-                "the model's logits are not finite (NaN or infinite) at the predicted tokens; try "
-                "float32 (dtype=torch.float32)"
-            )
+        if not is_finite(logits):
+            raise not_finite(described, "at the predicted tokens")
         losses = cross_entropy(logits, sent(following, logits.device), reduction="none")
         rows = selected[0]
         of_rows = torch.autograd.grad(losses.sum(), rows, retain_graph=True)[0]
         of_steps = partial(_gradients_of_steps, rows, of_rows)
         of_patterns = [patterns[layer] for layer in layers]
         route = _Route("gradients of the patterns", of_patterns, lambda layer, slope: slope)
-        if _have_one_shape(model, outputs, values):
+        if len(outputs) == len(values) == len(layers):
             of_values = [values[layer].detach() for layer in layers]
             from_outputs = _from_outputs(model, [outputs[layer] for layer in layers], of_values)
             route = from_outputs if _agree(of_steps, from_outputs, route) else route
@@ -97,38 +102,6 @@ def step_gradients(
                     slope = route.of_pattern(layer, gradients[layer][row])
                     use(step, layer, patterns[layer].detach(), slope)
     return losses.detach().cpu(), route.name
-
-
-def _storing(name: Any, act: HookFunction, tensors: list[Tensor]) -> Hook:
-    """The same hook, whose results are stored too."""
-
-    def act_and_store(tensor: Tensor, hook: Any) -> Tensor | None:
-        tensors.append(act(tensor, hook=hook))  # type: ignore[arg-type]
-        return tensors[-1]
-
-    return name, act_and_store
-
-
-def _at_known_points(model: HookedModel, hooks: list[Hook]) -> list[Hook]:
-    points = model.hook_dict  # made anew at each access
-    return [hook for hook in hooks if hook[0] in points]
-
-
-def _outputs_in_the_graph(model: HookedModel, outputs: dict[int, Tensor]) -> list[Hook]:
-    """Hooks that store the outputs of heads.
-
-    They return what they store: a bridge shows its hooks a copy and goes on with the original,
-    unless a hook returns something.
-    """
-
-    def hook_of(layer: int) -> Hook:
-        def store(output: Tensor, hook: Any) -> Tensor:
-            outputs[layer] = output.view_as(output)
-            return outputs[layer]
-
-        return z_name(layer), store
-
-    return [hook_of(layer) for layer in range(model.cfg.n_layers)]
 
 
 @dataclass(frozen=True, eq=False)
@@ -143,10 +116,9 @@ class _Route:
 def _from_outputs(
     model: HookedModel, outputs: Sequence[Tensor], values: Sequence[Tensor]
 ) -> _Route:
-    heads = [cached_heads(model, of_layer.shape[2]) for of_layer in values]
-
     def of_pattern(layer: int, gradient: Tensor) -> StepPattern:
-        of_heads = values[layer][:, :, heads[layer].to(gradient.device)]
+        heads = cached_heads(model, values[layer].shape[2]).to(gradient.device)
+        of_heads = values[layer][:, :, heads]
         return torch.einsum("bqhd,bkhd->bhqk", gradient, of_heads)
 
     return _Route("gradients of the heads' outputs, times values", outputs, of_pattern)
@@ -160,9 +132,8 @@ def _gradients_of_steps(
 ) -> list[Tensor]:
     """The gradients of the losses of some steps, [step, ...] for each tensor.
 
-    Each loss depends on its own row before the unembedding alone. So the vocabulary, of which each
-    row of logits is as long, is gone through once for all steps. One backward pass computes all of
-    them where each operation of the model allows it.
+    Each loss depends on its own row before the unembedding alone, so that the vocabulary is gone
+    through once for all. One backward pass computes all steps where each operation allows it.
     """
     numbers = torch.tensor(steps, device=rows.device)
     chosen = torch.zeros(len(steps), *rows.shape, device="cpu").to(of_rows)
@@ -177,28 +148,16 @@ def _gradients_of_steps(
     return [torch.stack(of_layer) for of_layer in zip(*each, strict=True)]
 
 
-def _have_one_shape(
-    model: HookedModel, outputs: Mapping[int, Tensor], values: Mapping[int, Tensor]
-) -> bool:
-    """Whether every layer has outputs and values of one width for a product."""
-    return len(outputs) == len(values) == model.cfg.n_layers and all(
-        output.ndim == value.ndim == 4
-        and output.shape[3] == value.shape[3]
-        and output.shape[2] % value.shape[2] == 0
-        for output, value in zip(outputs.values(), values.values(), strict=True)
-    )
-
-
 def _agree(of_steps: Callable[..., list[Tensor]], route: _Route, patterns: _Route) -> bool:
     """Whether both routes give the same products for the first step."""
+    count = len(route.tensors)
     try:
         gradients = of_steps([*route.tensors, *patterns.tensors], [0])
-    except RuntimeError:  # a tensor is not in the graph
+        for layer, pattern in enumerate(patterns.tensors):
+            expected = gradients[count + layer][0] * pattern
+            product = route.of_pattern(layer, gradients[layer][0]) * pattern
+            if not (product - expected).abs().max() <= TOLERANCE_OF_PRODUCTS * expected.abs().max():
+                return False
+    except (RuntimeError, IndexError):  # a tensor is not in the graph, or has another width
         return False
-    count = len(route.tensors)
-    for layer, pattern in enumerate(patterns.tensors):
-        expected = gradients[count + layer][0] * pattern
-        product = route.of_pattern(layer, gradients[layer][0]) * pattern
-        if not (product - expected).abs().max() <= TOLERANCE_OF_PRODUCTS * expected.abs().max():
-            return False
     return True

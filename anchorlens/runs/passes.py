@@ -26,13 +26,12 @@ from ..metrics.question import HooksOfBatch, Metric, Question, no_hooks
 from ..metrics.reads import Seen
 from ..models.batch_hooks import BatchHook, act_alike, in_leading_tokens
 from ..models.hooked import Hook, HookedModel
-from ..models.kv_cache import KeyValues
+from ..models.kv_cache import CLEAN, KeyValues, SharedPrefixes, shared_tokens
 from ..models.model_state import has_user_hooks
 from ..passes.blocks import Start, Starts
 from ..passes.forward import run_checked
 from ..passes.losses import LossOfBatch, label_cross_entropy
 from ..passes.provide import Observation, by_hooks
-from ..passes.shared_prefix import CLEAN, SharedPrefixes, shared_tokens
 from ..passes.shortcuts import why_not_late
 from ..printable import printable
 from ..prompts.batch import PromptBatch, after_shared

@@ -42,8 +42,13 @@ from ..passes.forward import logits_at, losses_of, run_checked, run_prefix
 from ..passes.fused_attention import acts_when_fused, outside_attention, run_fused
 from ..passes.loss_checks import targets_of
 from ..passes.losses import LossOfBatch, WordCrossEntropy
-from ..passes.native_pass import why_hooks_need_a_bridge
 from ..passes.provide import Observation, Observer, begins_as, by_hooks, by_rows
+from ..passes.running import (
+    of_one_run,
+    why_hooks_need_a_bridge,
+    why_no_native_images,
+    why_not_native,
+)
 from ..passes.shortcuts import (
     bytes_stored,
     weights_of_blocks,
@@ -51,7 +56,6 @@ from ..passes.shortcuts import (
     why_not_fused,
     why_not_shared,
 )
-from ..passes.twin_for import of_one_run, why_no_native_images, why_not_native
 from ..prompts.batch import PromptBatch, after_shared, longest_prompt, only_sets
 from ..system.free_memory import free_for_layers
 from ..system.processes import gather_from_processes

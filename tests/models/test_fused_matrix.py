@@ -16,12 +16,12 @@ import anchorlens as al
 from anchorlens.metrics.question import no_hooks
 from anchorlens.models.batch_hooks import in_leading_tokens
 from anchorlens.models.hooked import Hook
+from anchorlens.models.kv_cache import shared_tokens
 from anchorlens.models.model_state import frozen_in_eval_mode
 from anchorlens.models.replaced_attention import Interface, attention_by
 from anchorlens.passes.forward import run_pass, run_prefix
 from anchorlens.passes.fused_attention import run_fused
 from anchorlens.passes.provide import product_hooks
-from anchorlens.passes.shared_prefix import shared_tokens
 from anchorlens.passes.shortcuts import why_no_fused_prefix
 from tests.models.test_matrix import cases, hooked
 from tests.references.architectures import ALL

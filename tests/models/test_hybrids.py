@@ -13,8 +13,8 @@ import anchorlens as al
 from anchorlens.cli.check import known
 from anchorlens.errors import AnchorlensError, HookError, ModelError
 from anchorlens.models.verify_hooks import carries_beside_attention
+from anchorlens.passes.running import why_not_native
 from anchorlens.passes.shortcuts import why_not_fused, why_not_shared
-from anchorlens.passes.twin_for import why_not_native
 from tests.models.test_verify_hooks import SIZES
 from tests.models.test_verify_hooks import made as of_transformers
 from tests.references.architecture_row import LINE

@@ -18,10 +18,9 @@ from anchorlens.models.head_outputs import layers_that_mix
 from anchorlens.models.hooked import Hook, pattern_name, z_name
 from anchorlens.models.replaced_attention import Terms, mask_of
 from anchorlens.models.twin import twin_of
-from anchorlens.passes import twin_for as choice
+from anchorlens.passes import running as choice
 from anchorlens.passes.forward import run_pass
-from anchorlens.passes.native_pass import Inside, NativePass
-from anchorlens.passes.twin_for import of_one_run, twin_for, why_not_native
+from anchorlens.passes.running import Inside, NativePass, of_one_run, twin_for, why_not_native
 from tests.models.test_matrix import bridge, processed_bridge
 from tests.references.architectures import ALL, BY_NAME
 from tests.references.comparison import batch_of, precise, tokenizer, weights_of
@@ -183,7 +182,7 @@ def test_rows_that_see_no_key_stay_finite(gpt2: Any, dtype: torch.dtype) -> None
     seen = torch.ones(1, 1, 4, 4, dtype=torch.bool).tril()
     seen[:, :, 3] = False
     mask = mask_of(lambda rows, keys: seen[:, :, rows, keys], 4)
-    z = NativePass(gpt2, Inside())._attend(0, heads, -heads, heads, Terms(1.0, mask))
+    z = NativePass(gpt2, Inside()).attend(0, heads, -heads, heads, Terms(1.0, mask))
     assert z.isfinite().all()
 
 
@@ -405,7 +404,7 @@ def test_passes_that_are_compared_are_of_one_kind_in_low_precision(
 def test_a_twin_that_computes_something_else_is_not_taken(
     gpt2: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    attend = NativePass._attend
+    attend = NativePass.attend
 
     def with_operands(change: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]) -> Any:
         return lambda self, layer, query, key, *others: attend(
@@ -417,7 +416,7 @@ def test_a_twin_that_computes_something_else_is_not_taken(
         (lambda query, key: (query * 2, key / 2), "numbers that are read differ by"),
         (lambda query, key: (query.detach(), key), "saliencies differ by"),
     ):
-        monkeypatch.setattr(NativePass, "_attend", with_operands(change))
+        monkeypatch.setattr(NativePass, "attend", with_operands(change))
         with found_anew(gpt2):
             assert why_not_native(gpt2).startswith(reason)
     monkeypatch.undo()

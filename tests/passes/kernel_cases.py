@@ -21,7 +21,7 @@ import triton
 import anchorlens as al
 from anchorlens.metrics.edge_sums import merged_and_of_heads
 from anchorlens.passes import flow_kernel, fused_attention
-from anchorlens.passes.row_attention import RowAttention
+from anchorlens.passes.fused_attention import RowAttention
 from anchorlens.runs import way
 from tests.support.tiny_models import (
     byte_level_tokenizer,

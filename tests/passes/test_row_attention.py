@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from anchorlens.models.replaced_attention import Mask, Terms, causal_mask, mask_of
-from anchorlens.passes.row_attention import RowAttention, keys_seen
+from anchorlens.passes.fused_attention import RowAttention, keys_seen
 from anchorlens.system import row_pieces
 
 LENGTH = 130  # several pieces of at least 32 rows

@@ -12,7 +12,8 @@ from anchorlens.models import replaced_attention
 from anchorlens.models.kinds import modules_of
 from anchorlens.models.model_state import frozen_in_eval_mode
 from anchorlens.models.replaced_attention import attention_by
-from anchorlens.passes import comparison, row_attention
+from anchorlens.passes import comparison
+from anchorlens.passes import fused_attention as of_file
 from anchorlens.passes.forward import run_pass
 from anchorlens.passes.fused_attention import fused_attention, run_fused
 from anchorlens.passes.shortcuts import bytes_stored
@@ -118,10 +119,10 @@ def test_other_numbers_are_found(gpt2: Any, monkeypatch: pytest.MonkeyPatch) -> 
             results = al.run(gpt2, questions(gpt2, 3), [al.SaliencyFlows()], **QUIET)
         return str(results["saliency_flows"].info["attention"])
 
-    products = row_attention._with_shared_heads
+    products = of_file._with_shared_heads
     with monkeypatch.context() as patch:
         larger = lambda rows, columns: products(rows, columns) * 1.01  # noqa: E731
-        patch.setattr(row_attention, "_with_shared_heads", larger)
+        patch.setattr(of_file, "_with_shared_heads", larger)
         assert "because saliencies of a fused attention differ by" in attention()
     with monkeypatch.context() as patch:
         patch.setattr(comparison, "_largest", lambda pairs: 1e-3)

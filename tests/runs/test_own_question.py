@@ -11,10 +11,10 @@ from jaxtyping import Float
 
 import anchorlens as al
 from anchorlens.errors import HookError, MetricError, StoreError
+from anchorlens.models.kv_cache import shared_tokens
 from anchorlens.models.model_state import frozen_in_eval_mode
 from anchorlens.passes.forward import run_pass, run_prefix
 from anchorlens.passes.provide import Observation
-from anchorlens.passes.shared_prefix import shared_tokens
 from anchorlens.prompts.batch import after_shared
 from anchorlens.runs.study import Study
 from anchorlens.runs.way import shared_lengths

@@ -13,7 +13,7 @@ from anchorlens.contexts import compressed
 from anchorlens.errors import PromptError
 from anchorlens.metrics.question import no_hooks
 from anchorlens.models import kv_cache
-from anchorlens.passes import shared_prefix, shortcuts
+from anchorlens.passes import shortcuts
 from anchorlens.passes.forward import run_pass, run_prefix
 from anchorlens.runs.way import shared_lengths, way_of
 from tests.support.asked import ask
@@ -199,7 +199,7 @@ def test_prefixes_that_do_not_fit_into_free_memory_are_computed_again(
     batches = questions(gpt2, 6, batch_size=2)
     sweep = al.EdgeSweep.isolation({"first": al.Site(0), "last": al.Site(2)}, draws=1)
     expected = ask(gpt2, batches, sweep, **QUIET)
-    monkeypatch.setattr(shared_prefix, "free_for_layers", lambda devices: 0)
+    monkeypatch.setattr(kv_cache, "free_for_layers", lambda devices: 0)
     ours = ask(gpt2, batches, sweep, **QUIET)
     assert is_shared(ours)
     assert_same(ours, expected)

@@ -16,8 +16,8 @@ from torch.overrides import _get_current_function_mode_stack
 import anchorlens as al
 from anchorlens.models.hooked import pattern_name
 from anchorlens.passes.forward import Pass, run_pass
-from anchorlens.passes.native_pass import NativePass
 from anchorlens.passes.provide import Observation
+from anchorlens.passes.running import NativePass
 
 
 def hooks_on(model: Any) -> list[int]:
