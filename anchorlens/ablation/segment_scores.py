@@ -3,7 +3,7 @@
 A score is a tensor for all prompts, a metric, a method of ablation, or a function of the batch. All
 metrics observe one pass, whose loss is the cross entropy of the answer that is explained. A method
 says which subsets of segments run (``subsets.py``); each gives the log-odds y of the answer
-(``ablation.py``), and the method makes scores of both.
+(``likelihood.py``), and the method makes scores of both.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -76,7 +76,7 @@ class SegmentScores:
             elif isinstance(score, Metric):
                 _check_metric(name, score)
             elif isinstance(score, Method):
-                check_method(score, len(self.segments))
+                _check_method(score, len(self.segments))
             elif (is_class := isinstance(score, type)) or not callable(score):
                 got = f"the class {name_of(score)}" if is_class else described(score)
                 raise MetricError(
@@ -93,8 +93,7 @@ class SegmentScores:
         """The metrics, with the segments and, as one more, the rest of the prompt."""
         numbers = range(len(self.segments))
         parts: dict[str, Any] = {str(number): partial(self._segment, number) for number in numbers}
-        known: dict[str, Any] = {"segments": parts | {"rest": self._rest}}
-        known["queries"] = self.ablation.predicting
+        known = {"segments": parts | {"rest": self._rest}, "queries": self.ablation.predicting}
         metrics = []
         for name, score in self.scores.items():
             if isinstance(score, Metric):
@@ -173,7 +172,7 @@ class SegmentScores:
         return values.detach().cpu().double()
 
 
-def check_method(method: Method, count: int) -> None:
+def _check_method(method: Method, count: int) -> None:
     """Raise an error if a method gives something else than subsets and scores; no model runs."""
     names = "(number of segments, generator)"
     drawn: list[Any] = [

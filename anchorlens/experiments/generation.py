@@ -112,8 +112,6 @@ def trace_generation(
         >>> trace = al.trace_generation(model, pieces, max_new_tokens=3)
         >>> trace.flows.axis_names("segment")
         ('document', 'question', 'answer')
-        >>> len(trace.flows.loss)
-        3
         >>> page = al.plot_answer(trace.flows)  # a notebook shows what each token reads
 
         What it writes without the document.

@@ -96,15 +96,10 @@ class HeadEffectsRecord(Record):
 
     @checked
     def largest(self, count: int = 10) -> pd.DataFrame:
-        """The heads with the largest effects of each sign.
+        """The ``count`` heads with the largest effects of each sign, or as many as have it.
 
-        Args:
-            count: Heads of each sign; fewer are returned if not as many have this sign.
-
-        Returns:
-            A row for each head, writers first, then cancellers, each from the largest on:
-            ``sign`` (1 or -1), ``layer``, ``head``, ``effect``, ``low`` and ``high`` of its
-            interval (if there is one), and ``probability_effect``.
+        Writers come first, then cancellers, each from the largest on; ``low`` and ``high`` are the
+        interval of ``effect``, if there is one.
 
         Raises:
             MetricError: ``count`` is below 1.
@@ -179,24 +174,20 @@ def head_effects(
         [arXiv 2310.15213](https://arxiv.org/abs/2310.15213)): the average indirect effect, in
         probability, over several tasks. Log-odds and intervals are ours.
 
+    Arguments and errors that are not named here are those of ``run``.
+
     Args:
-        model: A hooked model; its attention hooks are verified at first use.
         batches: Prompts of the task over which outputs are averaged, with other queries.
         shuffled: Prompts from ``build_prompts`` whose demonstrations have labels in a random order:
             ``al.relabeling.relabel(demos, task, al.relabeling.random(seed))``, and queries with
             true labels.
-        resamples: Bootstrap resamples for the 95 % intervals; 0 for none.
-        folder: Stores what each batch contributed, in ``outputs`` and ``effects``; the same call
-            after an interruption continues from there.
-        progress: Show progress bars.
+        folder: It gets the folders ``outputs`` and ``effects``.
 
     Raises:
         MetricError: The queries of ``shuffled`` have no true labels.
         ModelError: The attention hooks do not act, value biases are folded, or the outputs of
-            single heads are not known (JetMoe; BitNet, whose norm mixes heads). A tiny pass finds
-            out at first use.
+            single heads are not known (JetMoe; BitNet, whose norm mixes heads).
         PromptError: The prompts do not fit the model, or have no label words.
-        StoreError: ``folder`` holds another run, or cannot be written into.
 
     Warns:
         UserWarning: A query is in both lists.
@@ -208,8 +199,6 @@ def head_effects(
         >>> mixed = al.relabeling.relabel(demos, task, al.relabeling.random(seed=0))
         >>> shuffled = al.build_prompts(model.tokenizer, *mixed, queries[4:])
         >>> record = al.head_effects(model, batches, shuffled, resamples=0, progress=False)
-        >>> record.effect.shape == (model.cfg.n_layers, model.cfg.n_heads)
-        True
     """
     ensure_prepared(model)
     refuse_folded_value_biases(model)

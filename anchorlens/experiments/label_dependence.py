@@ -124,24 +124,23 @@ def label_dependence(
         Relabelings as in Min et al. (EMNLP 2022) and Wei et al. (2023). The formulas are ours;
         "override" has others elsewhere.
 
+    Arguments and errors that are not named here are those of ``run``.
+
     Args:
         model: A hooked model with its tokenizer.
         task: Template and label words.
         demonstrations: With true labels: one set, or one set for each query.
         queries: Examples with true labels.
         relabelings: Functions of ``al.relabeling`` by name, or your own. ``change`` compares with
-            the first (``info["compared_with"]``), usually ``al.relabeling.gold``.
+            the first, usually ``al.relabeling.gold``.
         batch_size: The most prompts of a batch.
-        resamples: Bootstrap resamples for the 95 % intervals; 0 for none.
-        folder: Stores what each batch contributed, in a folder for each relabeling and for queries
-            alone; the same call after an interruption, or with more relabelings, goes on there.
-        progress: Show progress bars.
+        folder: It gets a folder for each relabeling and for queries alone; a call with more
+            relabelings goes on there, too.
 
     Raises:
         PromptError: There is no relabeling, one changes more than labels and words, or as
             ``build_prompts``.
         MetricError: Queries have no true labels. All this is raised before any pass.
-        StoreError: ``folder`` holds another run, or cannot be written into.
 
     Examples:
         >>> queries = al.sample_queries(al.load_examples("questions"), 6, exclude=demos)

@@ -47,8 +47,6 @@ def saliency(
     norm follows the attention, see ``al.weights.signed``.
 
     Args:
-        model: A hooked model; its attention hooks are verified at first use.
-        batch: Prompts; they are moved to the model's device.
         loss: Function of (logits, batch) that returns a number for each prompt.
         weight: Function of (pattern, gradient) to a number for each edge; see ``al.weights``.
         per_head: True for the weight of each head alone.

@@ -76,10 +76,7 @@ class TaskVectorsRecord(Record):
     )
 
     def plot(self) -> go.Figure:
-        """Accuracy with the vector of each layer, beside that without it and after demonstrations.
-
-        Shaded areas are 95 % intervals.
-        """
+        """Accuracy with the vector of each layer, without it, and after demonstrations."""
         names = ["with the vector", str(self.info.get("written_into", "unchanged"))]
         names += ["after demonstrations"]
         return figures.lines_by_layer(
@@ -100,14 +97,7 @@ class TaskVectorsRecord(Record):
     ) -> list[Hook]:
         """Hooks that write the vectors of a layer in place of the residual stream after it.
 
-        Args:
-            model: The hooked model to which the hooks will be added.
-            batch: The prompts.
-            layer: The layer; negative numbers count from the end.
-            positions: Function of the batch to the positions: that of ``task_vectors``.
-
-        Returns:
-            Hooks for ``run_with_hooks``.
+        ``positions`` are those of ``task_vectors``; a negative ``layer`` counts from the end.
 
         Raises:
             HookError: The layer does not exist, or the vectors are of another model.
@@ -185,8 +175,9 @@ def task_vectors(
         [arXiv 2310.15916](https://arxiv.org/abs/2310.15916)), with one dummy query. The mean over
         several, label words and intervals are ours.
 
+    Arguments and errors that are not named here are those of ``run``.
+
     Args:
-        model: A hooked model; its attention hooks are verified at first use.
         batches: Prompts with demonstrations and other queries, from which vectors are read.
         tested: Prompts from ``build_prompts`` with the queries that are answered. Their own
             demonstrations are for comparison only.
@@ -195,18 +186,13 @@ def task_vectors(
             if the tokenizer adds one.
         positions: Function of the batch to what is read and written, as many positions in each
             prompt: ``al.edges.target``, or with ``into`` also label words, ``al.edges.anchors``.
-        resamples: Bootstrap resamples for the 95 % intervals; 0 for none.
-        folder: Stores what each batch contributed, in ``vectors``, ``demonstrations`` and
-            ``written``; the same call after an interruption continues from there.
-        progress: Show progress bars.
+        folder: It gets the folders ``vectors``, ``demonstrations`` and ``written``.
 
     Raises:
         MetricError: Queries have no true labels, or ``positions`` gives not as many positions in
             each prompt, as label words in queries alone. It is raised before any pass.
         PromptError: The prompts do not fit the model, have no label words, or ``into`` has other
             queries than ``tested``.
-        ModelError: The attention hooks do not act.
-        StoreError: ``folder`` holds another run, or cannot be written into.
 
     Warns:
         UserWarning: A query is in ``batches`` and in ``tested``.
@@ -217,8 +203,6 @@ def task_vectors(
         >>> batches = al.build_prompts(model.tokenizer, task, demos, queries[:4])
         >>> tested = al.build_prompts(model.tokenizer, task, demos, queries[4:])
         >>> vectors = al.task_vectors(model, batches, tested, resamples=0, progress=False)
-        >>> vectors.accuracy.shape == (model.cfg.n_layers,)
-        True
 
         Label words after shuffled labels are replaced by those after true labels.
 

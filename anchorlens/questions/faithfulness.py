@@ -8,6 +8,7 @@
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, field, replace
+from functools import partial
 from itertools import combinations
 from math import comb, isnan
 from typing import Any, ClassVar
@@ -407,8 +408,8 @@ class Faithfulness(Question):
         ablation.check(model, batches)
         scores = SegmentScores(model, batches, self._given, ablation, self.seed)
         scores.check()
+        check_sizes(len(scores.segments), self.subsets, self.top)
         compared = _Compared(self.name, self, scores)
-        compared.check_sizes()
         if self.scores is not None:
             return compared
         _, errors = possible(model, batches, scores.metrics)
@@ -440,26 +441,6 @@ class _Compared(Question):
     def choices(self) -> int:
         """In how many ways the segments to remove can be chosen."""
         return comb(self.segments, self.given.top)
-
-    def check_sizes(self) -> None:
-        """Raise an error for numbers that do not fit the segments."""
-        top, subsets = self.given.top, self.given.subsets
-        if subsets == 0:
-            return
-        if not 1 <= top <= self.segments:
-            raise MetricError(
-                f"top= is how many of the {self.segments} segments are removed for the drop, from "
-                f"1 to {self.segments}; got {top}"
-            )
-        if self.segments >= FEWEST > subsets:
-            raise MetricError(f"a rank correlation needs subsets={FEWEST} or more; got {subsets}")
-        self.drawn(self.segments, torch.Generator())  # an error if there are not so many
-
-    def drawn(self, segments: int, generator: torch.Generator) -> draws.Subsets:
-        """The subsets on which scores are compared; none of too few segments."""
-        if segments < FEWEST:
-            return torch.zeros(0, segments, dtype=torch.bool, device="cpu")
-        return draws.random(self.given.subsets, segments, generator)
 
     def further(self, model: HookedModel, batches: Sequence[PromptBatch]) -> Further:
         return self.scores.further()
@@ -522,7 +503,8 @@ class _Compared(Question):
             known |= {"lds": none, "drop": none, "is_equal": torch.zeros_like(is_unknown)}
             return known | {"scores": scores.masked_fill(another, torch.nan), "errors": errors}
         # Of another seed than the subsets of methods, which would be tested on their own.
-        kept = subsets_of(self.drawn, batch, self.segments, -1 - self.given.seed)
+        draw = partial(_drawn, self.given.subsets)
+        kept = subsets_of(draw, batch, self.segments, -1 - self.given.seed)
         y = answers.of_subsets(kept).log_odds if kept.shape[1] else kept[..., 0].double()
         shape, texts = (_RANDOM_SCORES, self.segments), digests(batch, batch.attention_mask)
         seeds = [draw_generator(self.given.seed, text) for text in texts.tolist()]
@@ -589,6 +571,27 @@ class _Compared(Question):
                 f"most {MOST_CHOICES}"
             )
         return reasons
+
+
+def check_sizes(segments: int, subsets: int, top: int) -> None:
+    """Raise an error for numbers that do not fit the segments."""
+    if subsets == 0:
+        return
+    if not 1 <= top <= segments:
+        raise MetricError(
+            f"top= is how many of the {segments} segments are removed for the drop, from 1 to "
+            f"{segments}; got {top}"
+        )
+    if segments >= FEWEST > subsets:
+        raise MetricError(f"a rank correlation needs subsets={FEWEST} or more; got {subsets}")
+    _drawn(subsets, segments, torch.Generator())  # an error if there are not so many
+
+
+def _drawn(subsets: int, segments: int, generator: torch.Generator) -> draws.Subsets:
+    """The subsets on which scores are compared; none of too few segments."""
+    if segments < FEWEST:
+        return torch.zeros(0, segments, dtype=torch.bool, device="cpu")
+    return draws.random(subsets, segments, generator)
 
 
 def default_scores() -> dict[str, AnyScore]:

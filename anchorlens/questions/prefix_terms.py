@@ -62,8 +62,13 @@ class PrefixRuns:
     def layers(self) -> Iterator["LayerTerms"]:
         """The terms of each layer."""
         for layer, alone in enumerate(self.alone):
-            both = (run.layer(layer) for run in (self.with_prefix, self.without))
-            yield terms_of_layer(*both, alone.cpu().double(), self.in_prefix, self.has_sinks)
+            yield terms_of_layer(
+                self.with_prefix.layer(layer),
+                self.without.layer(layer),
+                alone.cpu().double(),
+                self.in_prefix,
+                self.has_sinks,
+            )
 
 
 @dataclass(frozen=True, eq=False)

@@ -178,15 +178,14 @@ class ScoreParts(Question):
         keys: At what: as many positions in each prompt, at least two. By default label words.
         by: ``"layer"``: parts are the attention and the MLP of each layer. ``"head"``: each head
             and the bias, where these sum to what the attention adds (not in BitNet and Granite).
-        name: Key of the result.
 
-    The record has parts by name, in ``info`` as well. Keys that a head cannot see do not count.
+    Keys that a head cannot see do not count.
 
     Raises:
         MetricError: A layer or head does not exist; there is not one query, or not as many keys, in
             each prompt; or a query sees fewer than two of its keys.
         ModelError: The scores are not queries times keys alone (ALiBi), or a sum of parts is not
-            what the model computes; the message says which.
+            what the model computes.
 
     Examples:
         >>> asked = al.ScoreParts(layer=-1, heads=[0, 1])
@@ -214,15 +213,8 @@ class ScoreParts(Question):
         """The scores of each prompt and their parts."""
         queries, keys = self._columns(batch)
         layer, heads = self._heads(passes.model)
-        parts = residual_parts(
-            passes.model,
-            batch,
-            layer,
-            heads,
-            queries,
-            keys,
-            by_head=self.by == "head",
-        )
+        by_head = self.by == "head"
+        parts = residual_parts(passes.model, batch, layer, heads, queries, keys, by_head=by_head)
         seen = (parts.pattern[:, :, 0] > 0).any(1).sum(-1)
         if (seen < 2).any():
             raise MetricError(
@@ -290,9 +282,9 @@ def scores_of_parts(parts: ResidualParts) -> dict[str, Tensor]:
         directions = torch.full_like(values[0, :, :, 0], torch.nan)
     carried = torch.einsum("bhk,bhd,pbhkd->bhkp", pattern.double(), directions.double(), values)
     carries = (highest[..., None] * carried).sum(2)
-    groups = torch.tensor(
-        [_group(layer, max(parts.layers)) for layer in parts.layers], device="cpu"
-    )
+    # By the number in ``ResidualParts.layers``: embedding, attention and MLP in turn, biases.
+    groups = torch.where(layers == max(parts.layers), 3, 2 - layers % 2)
+    groups[layers == 0] = 0
     return {
         "contrast": found.sum(-1),
         "at_key": found,
@@ -308,11 +300,6 @@ def scores_of_parts(parts: ResidualParts) -> dict[str, Tensor]:
         "carries": carries.sum(-1),
         "carries_by_part": carries,
     }
-
-
-def _group(layer_part: int, last: int) -> int:
-    """The group of a part by its number in ``ResidualParts.layers``."""
-    return 0 if layer_part == 0 else 3 if layer_part == last else 2 - layer_part % 2
 
 
 def names_of_parts(layer: int, n_heads: int) -> list[str]:
