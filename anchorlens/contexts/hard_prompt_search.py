@@ -30,7 +30,7 @@ from ..system.processes import gather_from_processes
 from ..system.put_back import each_call_inside
 from ..system.texts import described
 from ..system.torch_state import gradient_mode
-from .embedded import embeddings_of, moved_embeddings, prefix_of_tokens, start_tokens
+from .embedded import embeddings_of, prefix_of_tokens, put_embeddings, start_tokens
 from .hard_prompt import HardPrompt, made_of_tokens
 from .hard_prompts import PEZ, Descent, class_words
 from .protocol import QueryPass, queries_after
@@ -82,8 +82,6 @@ def train_hard_prompt(
         >>> training = al.contexts.Training(steps=2, progress=False)
         >>> prompt = al.train_hard_prompt(model, batches[:1], training, held_out=batches[1:],
         ...     length=2, start=[300])
-        >>> len(prompt.ids), prompt.text == model.tokenizer.decode(prompt.ids)
-        (2, True)
     """
     check_counts(PromptError, length=length)
     if training.optimizer is not None:
@@ -130,14 +128,9 @@ def train_hard_prompt(
             model, bos, embeddings, unit, nearest, method, run.steps, training.seed, example
         )
         (best,), record = run.take_steps(trainable)
+        found = torch.cat([bos, best])
         prompt = made_of_tokens(
-            model,
-            torch.cat([bos, best]),
-            run.held_out,
-            tokenizer,
-            loss=training.loss,
-            training=record,
-            info=run.describe(),
+            model, found, run.held_out, tokenizer, training.loss, record, run.describe()
         )
         return gather_from_processes("hard prompt", prompt)[0]
 
@@ -244,7 +237,7 @@ class SearchedTokens(Trainable):
             return (1 - weight) * loss(logits, batch)
 
         def mean_loss(batch: PromptBatch, loss: LossOfBatch) -> float:
-            hooks = [moved_embeddings(offset, len(self.bos))]
+            hooks = [put_embeddings(offset, len(self.bos), add=True)]
             return mean_loss_with_gradient(model, batch, loss, [offset], hooks=hooks)
 
         objective = mean_loss(queries_after(batch, tokens), weighted)

@@ -143,9 +143,6 @@ FLUENT_PROMPT = replace(AUTOPROMPT, noise=Langevin(10.0), fluency=0.003)
 def class_words(batches: Sequence[PromptBatch]) -> list[int]:
     """Token ids of the label words, by class: the published start of a search.
 
-    Args:
-        batches: Prompts with their demonstrations.
-
     Raises:
         PromptError: A label word has several tokens.
 
@@ -173,7 +170,6 @@ def of_tokens(
     """A hard prompt of given tokens, without a search.
 
     Args:
-        model: A hooked model; its attention hooks are verified at first use.
         tokens: Token ids without the BOS; any are allowed.
         held_out: Prompts with their true labels, on which the accuracy is measured.
         tokenizer: The tokenizer of the prompts; ``model.tokenizer`` by default.
@@ -204,15 +200,11 @@ def of_text(
     """A hard prompt of a text: yours, or that of a prompt which was found with another model.
 
     ``al.ContextComparison`` says what it does beside nothing and random tokens, with intervals (the
-    table of transfer between models in Wen et al., 2023).
+    table of transfer between models in Wen et al., 2023). Other arguments are as in ``of_tokens``.
 
     Args:
-        model: A hooked model; its attention hooks are verified at first use.
         text: The text, or a hard prompt. Of the latter only the text is used, and the queries of
             its training are refused; only a model with its tokenizer can tell them.
-        held_out: Prompts with their true labels, on which the accuracy is measured.
-        tokenizer: The tokenizer of the prompts; ``model.tokenizer`` by default.
-        loss: Function of (logits, batch) to a number for each prompt.
 
     Raises:
         PromptError: As ``of_tokens``; the tokens of the text do not give the text, or it holds a
@@ -231,7 +223,7 @@ def of_text(
             return [_ids_of(tokenizer, text.text)]
         return [_ids_of(tokenizer, text)]
 
-    prompt = _prompts_of_model(model, held_out, tokenizer, loss, encoded)[0]
+    [prompt] = _prompts_of_model(model, held_out, tokenizer, loss, encoded)
     if not isinstance(text, HardPrompt):
         return prompt
     used = text.info.get("queries_in_training", [])
@@ -287,16 +279,12 @@ def random(
     """Hard prompts of random plain tokens: the baseline of a search.
 
     Compare a search with all of them, and not with the best one, which is chosen on the queries on
-    which it is measured.
+    which it is measured. Other arguments are as in ``of_tokens``.
 
     Args:
-        model: A hooked model; its attention hooks are verified at first use.
-        held_out: Prompts with their true labels, on which the accuracy is measured.
         length: Number of tokens of each prompt.
         draws: Number of prompts.
         seed: Seeds the tokens; the global random state is not touched.
-        tokenizer: The tokenizer of the prompts; ``model.tokenizer`` by default.
-        loss: Function of (logits, batch) to a number for each prompt.
 
     Raises:
         PromptError: As ``of_tokens``, or ``length`` or ``draws`` is below 1.
@@ -337,12 +325,8 @@ def _prompts_of_model(
         prompts = [torch.cat([bos, ids]) for ids in chosen]
         check_queries(model, study.batches, max(map(len, prompts)))
         cache_of_tokens(model, study.batches[0], prompts[0])
-        info = {
-            **study.describe(),
-            **model_identity(model),
-            "bos": bos_of(study.batches[0]).tolist(),
-            "queries_in_training": [],
-        }
+        info = study.describe() | model_identity(model)
+        info |= {"bos": bos.tolist(), "queries_in_training": []}
         made = []
         for tokens in prompts:
             accuracy, mean_loss = answers_after_tokens(model, tokens, study.batches, loss)
@@ -352,9 +336,5 @@ def _prompts_of_model(
                 held_out_accuracy=torch.tensor([accuracy], device="cpu"),
                 held_out_loss=torch.tensor([mean_loss], device="cpu"),
             )
-            made.append(
-                made_of_tokens(
-                    model, tokens, study.batches, tokenizer, loss=loss, training=record, info=info
-                )
-            )
+            made.append(made_of_tokens(model, tokens, study.batches, tokenizer, loss, record, info))
         return gather_from_processes("hard prompts", made)[0]

@@ -24,7 +24,6 @@ from ..models.hooked import (
     dtype_of,
     refuse_folded_value_biases,
 )
-from ..models.kv_cache import KeyValues
 from ..models.load import ensure_prepared
 from ..models.model_state import has_user_hooks
 from ..models.rotary import rotate_alike
@@ -132,9 +131,8 @@ def train_reweighting(
 
     How to read:
         Above 0 the target reads the label word more, below 0 less. Whether this helps is an
-        accuracy on other queries, beside what the same training examples give in other ways: as
-        more demonstrations, and in ``examples/reweighting.py`` by contextual calibration (Zhao et
-        al., 2021) and a linear probe.
+        accuracy on other queries, beside what the same training examples give in other ways
+        (``examples/reweighting.py``).
 
     Pitfalls:
         A few training examples and one number for each head and label word can be learned by heart:
@@ -155,15 +153,13 @@ def train_reweighting(
 
     Raises:
         PromptError: The prompts differ in their label words.
-        MetricError: The prompts have no true labels.
         HookError: ``start`` does not fit the model and the prompts.
 
     Examples:
         >>> training = al.contexts.Training(steps=4, progress=False)
         >>> beta = al.contexts.train_reweighting(model, batches, training)
-        >>> loaded = al.contexts.Beta.load(beta.save(folder / "beta.safetensors"))
         >>> results = al.run(model, batches, [al.Accuracy()], progress=False,
-        ...     hooks=lambda batch: al.reweight_anchors(model, batch, loaded))
+        ...     hooks=lambda batch: al.reweight_anchors(model, batch, beta))
     """
     about, made_of = "re-weighting", () if start is None else (start,)
     steps, adam = 10 * len(batches), partial(torch.optim.Adam, lr=0.01)
@@ -186,14 +182,13 @@ def train_reweighting(
             parameter = _parameter(model, shape, start)
             ready = {id(batch): _all_but_target(model, batch) for batch in run.batches}
             trainable = _TrainedBeta(parameter, ready)
-            plain = [QueryPass(after, prefix) for after, prefix in ready.values()]
-            vanilla = start_loss = _mean_loss(model, loss, plain)
+            vanilla = start_loss = _mean_loss(model, loss, ready.values())
             if start is not None:
                 passes = (trainable.query_pass(model, batch) for batch in run.batches)
                 start_loss = _mean_loss(model, loss, passes)
         (best,), record = run.take_steps(trainable, start_loss)
         rounds = [losses.double().mean() for losses in record.losses.split(len(run.batches))]
-        whole = sum(prefix is None for _, prefix in ready.values())
+        whole = sum(each.prefix is None for each in ready.values())
         shared = "everything before the target, run once for all rounds"
         if whole:
             shared = f"off for {whole} of {len(ready)} batches: other logits after a cached prefix"
@@ -214,17 +209,17 @@ class _TrainedBeta(Trainable):
     """A beta that is learned."""
 
     beta: Float[Tensor, "_ _ _"]  # an axis of length 1 is shared
-    # By the ``id`` of each batch: it after everything before its targets, and the prefix of that.
-    ready: Mapping[int, tuple[PromptBatch, KeyValues | None]]
+    ready: Mapping[int, QueryPass]  # by the ``id`` of each batch, without hooks
 
     @property
     def parameters(self) -> list[Tensor]:
         return [self.beta]
 
     def query_pass(self, model: HookedModel, batch: PromptBatch) -> QueryPass:
-        after, prefix = self.ready[id(batch)]
-        shape = (model.cfg.n_layers, model.cfg.n_heads, after.label_positions.shape[1])
-        return QueryPass(after, prefix, reweight_anchors(model, after, self.beta.expand(shape)))
+        ready = self.ready[id(batch)]
+        shape = (model.cfg.n_layers, model.cfg.n_heads, ready.batch.label_positions.shape[1])
+        hooks = reweight_anchors(model, ready.batch, self.beta.expand(shape))
+        return replace(ready, hooks=hooks)
 
     def backward(self, model: HookedModel, batch: PromptBatch, loss: LossOfBatch) -> float:
         if not (self.beta < inf).all():  # the step before was too large
@@ -312,7 +307,6 @@ def reweight_demonstrations(
     The answers are those of ``reweight_anchors`` on whole prompts.
 
     Args:
-        model: A hooked model; its attention hooks are verified at first use.
         demonstrations: Any batch of ``build_prompts`` with these demonstrations.
         beta: From ``train_reweighting``, or the logarithm of the factors.
 
@@ -324,8 +318,6 @@ def reweight_demonstrations(
     Examples:
         >>> beta = torch.zeros(model.cfg.n_layers, model.cfg.n_heads, len(demos))
         >>> context = al.contexts.reweight_demonstrations(model, batch, beta)
-        >>> context.logits(model, batch).shape[0] == len(batch)
-        True
     """
     ensure_prepared(model)
     check_batch(demonstrations)
@@ -333,15 +325,12 @@ def reweight_demonstrations(
     return ReweightedContext(compress(model, demonstrations, everything), beta)
 
 
-def _all_but_target(model: HookedModel, batch: PromptBatch) -> tuple[PromptBatch, KeyValues | None]:
-    """A batch after everything before its targets, and that prefix, for any number of passes.
-
-    The unchanged batch and None if logits after the prefix could be other ones.
-    """
+def _all_but_target(model: HookedModel, batch: PromptBatch) -> QueryPass:
+    """A batch after everything before its targets; whole if logits after that could be others."""
     left = batch.padded_left()
     ready = left.after(int(left.target_positions.min()))
     before = left.before(ready.first_query)
     alike = rotate_alike(model, longest_prompt(before), longest_prompt(left))
     if has_user_hooks(model) or why_not_shared(model) or not alike:
-        return batch, None
-    return ready, run_prefix(model, before)
+        return QueryPass(batch, None)
+    return QueryPass(ready, run_prefix(model, before))

@@ -19,7 +19,7 @@ from ..system.arguments import check_counts, checked
 from ..system.processes import gather_from_processes
 from ..system.torch_state import gradient_mode
 from .compressed import ROUNDINGS
-from .embedded import embeddings_of, prefix_of_tokens, replaced_embeddings, start_tokens
+from .embedded import embeddings_of, prefix_of_tokens, put_embeddings, start_tokens
 from .prefix import PrefixContext, drawn_tokens
 from .protocol import QueryPass, queries_after
 from .training import Trainable, Training, TrainingRecord, TrainingRun
@@ -132,7 +132,7 @@ class _TrainedEmbeddings(Trainable):
         return prefix_of_tokens(model, batch, self.tokens, hooks=[self._hook(embeddings)])
 
     def _hook(self, embeddings: Float[Tensor, "length d_model"]) -> Hook:
-        return replaced_embeddings(embeddings, len(self.bos))
+        return put_embeddings(embeddings, len(self.bos))
 
 
 def _check_reads_embeddings_alone(
@@ -143,7 +143,7 @@ def _check_reads_embeddings_alone(
     expected = run_pass(model, queries_after(prompt, tokens))
     embeddings = embeddings_of(model, prompt, tokens)[n_bos:]
     placeholders = torch.cat([tokens[:n_bos], torch.zeros_like(tokens[n_bos:])])
-    hooks = [replaced_embeddings(embeddings, n_bos)]
+    hooks = [put_embeddings(embeddings, n_bos)]
     logits = run_pass(model, queries_after(prompt, placeholders), hooks=hooks)
     difference = difference_of(logits, expected)
     if not difference <= tolerance(model, ROUNDINGS):

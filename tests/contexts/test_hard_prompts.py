@@ -11,7 +11,7 @@ from torch import Tensor
 
 import anchorlens as al
 from anchorlens.contexts import hard_prompt_search
-from anchorlens.contexts.embedded import embeddings_of, replaced_embeddings
+from anchorlens.contexts.embedded import embeddings_of, put_embeddings
 from anchorlens.contexts.hard_prompt_search import (
     NearestTokens,
     SearchedTokens,
@@ -176,7 +176,7 @@ def test_the_gradient_equals_central_differences(hooked: Any, sentencepiece_like
     assert n_bos == 1
 
     def objective(values: Tensor) -> float:
-        hooks = [replaced_embeddings(values, n_bos)]
+        hooks = [put_embeddings(values, n_bos)]
         queries, parts = queries_after(batch, tokens), prompts_of_next_tokens(batch, tokens)
         task = al.losses.label_cross_entropy(run_pass(model, queries, hooks=hooks), queries).mean()
         fluency = next_token_loss(run_pass(model, parts, hooks=hooks), tokens).mean()
