@@ -31,8 +31,7 @@ from ..system.put_back import each_call_inside
 from ..system.texts import described
 from ..system.torch_state import gradient_mode
 from .embedded import embeddings_of, prefix_of_tokens, put_embeddings, start_tokens
-from .hard_prompt import HardPrompt, made_of_tokens
-from .hard_prompts import PEZ, Descent, class_words
+from .hard_prompts import PEZ, Descent, HardPrompt, class_words, made_of_tokens
 from .protocol import QueryPass, queries_after
 from .training import Trainable, Training, TrainingRun
 
@@ -68,9 +67,6 @@ def train_hard_prompt(
         allowed: True for each token that may be found. Special, unused and byte tokens, and those
             that do not survive decoding and encoding, are left out in any case.
         tokenizer: The tokenizer of the prompts; ``model.tokenizer`` by default.
-
-    Returns:
-        The hard prompt with its text and training record.
 
     Raises:
         PromptError: ``length`` is below 1, no token is allowed, a token of the start is not

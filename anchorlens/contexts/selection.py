@@ -47,11 +47,7 @@ def everything(demonstrations: PromptBatch) -> Bool[Tensor, " position"]:
 
 @checked
 def anchors_and_format(demonstrations: PromptBatch) -> Bool[Tensor, " position"]:
-    """BOS, instructions, and every template, separator and label token (Hidden_anchor).
-
-    Examples:
-        >>> context = al.compress(model, batch, select=al.contexts.selection.anchors_and_format)
-    """
+    """BOS, instructions, and every template, separator and label token (Hidden_anchor)."""
     return _in_segments(demonstrations, OTHER, LABEL, FORMAT)
 
 
@@ -61,8 +57,6 @@ def label_words(demonstrations: PromptBatch) -> Bool[Tensor, " position"]:
 
     Examples:
         >>> context = al.compress(model, batch, select=al.contexts.selection.label_words)
-        >>> context.selected.sum() >= len(demos)
-        tensor(True)
     """
     return _in_segments(demonstrations, OTHER, LABEL)
 
@@ -72,14 +66,8 @@ def random_and_format(seed: int) -> Selection:
     """The control of ``anchors_and_format`` (Hidden_random).
 
     It selects, in place of each label word, as many random text tokens of the same demonstration
-    as the word has tokens. The draw depends on ``seed`` and the demonstrations alone.
-
-    Args:
-        seed: Number of the draw.
-
-    Returns:
-        A function for the argument ``select`` of ``compress``. It raises a PromptError if a
-        demonstration has fewer text tokens than its label word has tokens.
+    as the word has tokens; a PromptError if there are fewer. The draw depends on ``seed`` and the
+    demonstrations alone.
 
     Examples:
         >>> selections = [al.contexts.selection.random_and_format(seed) for seed in range(3)]
@@ -90,12 +78,8 @@ def random_and_format(seed: int) -> Selection:
         selected = _in_segments(demonstrations, OTHER, FORMAT)
         generator = draw_generator(seed, int(demonstrations.demonstrations_id[0]))
         texts = (demonstrations.segments[0] == TEXT).nonzero().flatten()
-        begin = 0
-        for first, last in zip(
-            demonstrations.label_positions[0].tolist(),
-            demonstrations.label_ends[0].tolist(),
-            strict=True,
-        ):
+        begin, ends = 0, demonstrations.label_ends[0].tolist()
+        for first, last in zip(demonstrations.label_positions[0].tolist(), ends, strict=True):
             candidates = texts[(texts >= begin) & (texts < first)]
             count, begin = last - first + 1, last + 1
             if len(candidates) < count:
@@ -104,10 +88,8 @@ def random_and_format(seed: int) -> Selection:
                     f"but its label word has {count}, which random text tokens replace; use longer "
                     "demonstrations"
                 )
-            drawn = candidates[
-                torch.randperm(len(candidates), generator=generator, device="cpu")[:count]
-            ]
-            selected[drawn] = True
+            order = torch.randperm(len(candidates), generator=generator, device="cpu")
+            selected[candidates[order[:count]]] = True
         return selected
 
     return select

@@ -61,9 +61,6 @@ def train_soft_prompt(
             tokens by default. ``al.contexts.hard_prompts.class_words(batches)`` gives those of the
             label words.
 
-    Returns:
-        The soft prompt with its training record.
-
     Raises:
         PromptError: ``length`` is below 1, or ``start`` is not a list of token ids.
         ModelError: The model reads tokens elsewhere than at ``hook_embed``.
@@ -72,8 +69,6 @@ def train_soft_prompt(
         >>> training = al.contexts.Training(steps=2, progress=False)
         >>> prompt = al.train_soft_prompt(model, batches[:1], training, held_out=batches[1:],
         ...     length=2)
-        >>> prompt.embeddings.shape == (2, model.cfg.d_model)
-        True
     """
     check_counts(PromptError, length=length)
     begin = "random tokens" if start is None else f"tokens {list(start)}"
