@@ -94,9 +94,8 @@ class Descent:
         ``al.contexts.hard_prompts.random``), with no tokens (``NoContext``) and with the start.
 
     Source:
-        PEZ: Wen et al. (NeurIPS 2023), algorithm 1. Its script for language models projects twice
-        in a step, so that P is lost and PEZ makes the steps of its baseline; its script for images
-        follows the algorithm, as here. FluentPrompt: Shi et al. (2022).
+        PEZ: Wen et al. (NeurIPS 2023), algorithm 1, as in its script for images (not in that for
+        language models, see ``PEZ_AS_PUBLISHED``). FluentPrompt: Shi et al. (2022).
 
     Attributes:
         optimizer: Function from [P] to its optimizer.
@@ -104,16 +103,13 @@ class Descent:
             step, so that a step too short to reach another token is lost.
         noise: Standard deviation of the normal noise that is added to P after a step, as a function
             of (step, steps), in units of the root mean square of P at the start; or None.
-        fluency: Weight l of the prompt's own loss, from 0 to 1, in the objective
-            (1 - l) L_task + l L_fluency. L_fluency is the mean next-token cross entropy of the
-            prompt's tokens, in nats; high means unlikely text.
+        fluency: Weight lambda of the prompt's own loss, from 0 to 1. L_fluency is the mean
+            next-token cross entropy of the prompt's tokens, in nats; high means unlikely text.
 
     Examples:
         PEZ that prefers likely text:
 
-        >>> from dataclasses import replace
-        >>> replace(al.contexts.hard_prompts.PEZ, fluency=0.003).keep_continuous
-        True
+        >>> method = dataclasses.replace(al.contexts.hard_prompts.PEZ, fluency=0.003)
     """
 
     optimizer: MakeOptimizer
@@ -136,7 +132,7 @@ larger.
 PEZ_AS_PUBLISHED = Descent(Adafactor(lr=0.3), keep_continuous=False)
 """What the published script for language models does: it projects twice a step, so that P is lost.
 
-Its baseline AutoPrompt, with the same optimizer, makes the same steps.
+AutoPrompt with the same optimizer makes the same steps.
 """
 
 AUTOPROMPT = Descent(RelativeAdafactor(10.0), keep_continuous=False)
@@ -256,8 +252,6 @@ def of_tokens(
 
     Examples:
         >>> prompt = al.contexts.hard_prompts.of_tokens(model, [300, 301], held_out=batches)
-        >>> prompt.text == model.tokenizer.decode([300, 301])
-        True
     """
     return _prompts_of_model(model, held_out, tokenizer, loss, lambda _: [list(tokens)])[0]
 

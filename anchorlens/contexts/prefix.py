@@ -36,8 +36,8 @@ from .training import ADAM, Trainable, Training, TrainingRecord, TrainingRun
 class PrefixContext(StoredContext):
     """Keys and values of every layer that stand before a query at the positions 0, 1, ...
 
-    ``train_prefix`` learns them directly. Soft prompts and hard prompts are kinds of it, whose
-    keys and values the model computes from embeddings or tokens.
+    ``train_prefix`` learns them directly. Of soft prompts and hard prompts the model computes them
+    from embeddings or tokens.
 
     Attributes:
         prefix: The keys and values.

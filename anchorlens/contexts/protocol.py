@@ -58,10 +58,6 @@ class Context(Protocol):
     A context of your own is a class with ``size`` and ``query_pass``, and has ``logits`` from this
     class. A field ``info`` is optional. With the entries of the ``info`` of ``al.compress`` another
     model is refused, and with ``queries_in_training`` queries that a training used.
-
-    Examples:
-        >>> isinstance(al.compress(model, batch), al.contexts.Context)
-        True
     """
 
     @property

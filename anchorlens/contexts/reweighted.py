@@ -126,17 +126,13 @@ def train_reweighting(
     acts after the softmax, without renormalisation, on the row of the target only. So everything
     before the target is run once, and a step runs one token of each prompt.
 
-    Range:
-        ``beta`` any number; 0 changes nothing.
-
     How to read:
-        Above 0 the target reads the label word more, below 0 less. Whether this helps is an
-        accuracy on other queries, beside what the same training examples give in other ways
-        (``examples/reweighting.py``).
+        Above 0 (any number) the target reads the label word more, below 0 less.
 
     Pitfalls:
         A few training examples and one number for each head and label word can be learned by heart:
-        read the accuracy on other queries and its paired interval, not the training loss.
+        read the accuracy on other queries and its paired interval, not the training loss. Compare
+        with what the same examples give in other ways (``examples/reweighting.py``).
 
     Source:
         Section 3.1, Table 1. The published code numbers anchors by class, here they are numbered by

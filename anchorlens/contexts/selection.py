@@ -2,8 +2,7 @@
 
 A selection is a function from the demonstrations, as a batch of one prompt, to these positions.
 Your own functions with the same signature work as those here. What must ask the model is a
-``ByScore``. It gives one set of positions for all layers and heads. The methods that its scores
-come from store another set for each head, so that equal names are not equal methods.
+``ByScore``.
 """
 
 from collections.abc import Callable, Sequence
@@ -119,8 +118,6 @@ class ByScore(InOneLine):
     Examples:
         >>> score = lambda cache, seen: cache.keys[1].norm(dim=-1)
         >>> context = al.compress(model, batch, al.contexts.selection.ByScore(score, keep=60))
-        >>> int(context.selected.sum()), context.info["scored"]
-        (60, 'own score, one set for all layers and heads')
     """
 
     score: Callable[[KeyValues, Seen], Float[Tensor, "*axes position"]]
@@ -184,8 +181,6 @@ def by_score(score: ScoreName, keep: Keep = anchors_and_format, *, window: int =
     Examples:
         >>> by_score, names = al.contexts.selection.by_score, al.contexts.selection.SCORE_NAMES
         >>> contexts = [al.compress(model, batch, by_score(name)) for name in names]
-        >>> len({int(context.selected.sum()) for context in contexts})  # as many as the anchors
-        1
     """
     if window < 1:
         raise PromptError(f"window must be a number of tokens from 1; got {window}")

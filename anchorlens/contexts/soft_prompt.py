@@ -29,8 +29,6 @@ from .training import Trainable, Training, TrainingRecord, TrainingRun
 class SoftPrompt(PrefixContext):
     """Embeddings that stand before a query, with the keys and values that the model made of them.
 
-    Queries are answered from the keys and values, as after every ``PrefixContext``.
-
     Attributes:
         embeddings: The learned embeddings after the BOS, in the space of ``hook_embed``.
     """

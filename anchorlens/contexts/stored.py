@@ -77,10 +77,7 @@ class StoredContext(KeepsRepr, Context):
 
     @checked
     def save(self, path: str | Path) -> Path:
-        """Write the context into one safetensors file, with a digest of its contents.
-
-        Returns:
-            The path, for ``load_context``.
+        """Write the context into one safetensors file, for ``load_context``; returns the path.
 
         Raises:
             StoreError: Json cannot hold ``info``, or the file cannot be written.

@@ -119,15 +119,14 @@ class Training:
     or it takes no key-value cache; and a StoreError if the folder is of another training.
 
     Attributes:
-        steps: Number of optimizer steps, each with one batch; 0 returns the start. By default 300,
-            and for re-weighting 10 rounds over all batches.
+        steps: Number of optimizer steps; 0 returns the start. By default 300, and for re-weighting
+            10 rounds over all batches.
         optimizer: Function from the list of parameters to their optimizer of ``torch.optim``. By
             default that of the trainer.
         clip: Largest norm of the gradient over all parameters. By default 1, and for re-weighting
             infinity, which is no limit.
         check_every: Steps from one check to the next.
-        seed: Seeds the order of the batches and what the trainer draws. The global random state is
-            not touched.
+        seed: Of the order of the batches and of what the trainer draws.
         loss: Function of (logits, batch) to a number for each prompt.
         folder: Where the state is stored at every check, so that the same call after an
             interruption continues from there.
@@ -136,8 +135,6 @@ class Training:
     Examples:
         >>> training = al.contexts.Training(steps=2, check_every=1, progress=False)
         >>> prompt = al.train_soft_prompt(model, batches[:1], training, held_out=batches[1:])
-        >>> prompt.training.checked_steps
-        tensor([0, 1, 2])
     """
 
     steps: int | None = None
@@ -203,11 +200,9 @@ def train_context(
     *,
     held_out: Sequence[PromptBatch],
 ) -> tuple[list[Tensor], TrainingRecord]:
-    """Train a context of your own; ``Training`` explains the arguments and the errors.
+    """Train a context of your own, by default with Adam at learning rate 0.003.
 
-    Args:
-        trainable: What is trained; its parameters are changed.
-        training: How to train; the optimizer is Adam with learning rate 0.003 by default.
+    ``Training`` explains the other arguments and the errors. The parameters are changed.
 
     Returns:
         What ``trainable.candidate`` gave at the best check: by default copies of the parameters.

@@ -131,8 +131,7 @@ def diagnose(distances: Record, *, layer: int | None = None) -> DiagnosisRecord:
     with a fixed seed.
 
     Range:
-        ``correlation`` -1 to 1, NaN with two classes. ``p_value`` above 0 (at least 1/6 with three
-        classes, 1/24 with four) to 1.
+        ``correlation`` -1 to 1, NaN with two classes; ``p_value`` above 0 to 1.
 
     How to read:
         A correlation above 0 means that classes with near keys are confused. A small p-value means

@@ -1,9 +1,4 @@
-"""What each head adds to the answer: its mean output, written into prompts with shuffled labels.
-
-1. Mean outputs: one pass over prompts of the task reads what each head gives out at the target.
-2. Effects: in prompts whose demonstrations have shuffled labels, the output of one head after the
-   other is replaced by its mean, and the log-odds of the right answer are compared.
-"""
+"""What each head adds to the answer: its mean output, written into prompts with shuffled labels."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -103,14 +98,6 @@ class HeadEffectsRecord(Record):
 
         Raises:
             MetricError: ``count`` is below 1.
-
-        Examples:
-            >>> mixed = al.relabeling.relabel(demos, task, al.relabeling.random(seed=0))
-            >>> queries = al.load_examples("questions")[:3]
-            >>> shuffled = al.build_prompts(model.tokenizer, *mixed, queries)
-            >>> record = al.head_effects(model, batches, shuffled, resamples=0, progress=False)
-            >>> writers = record.largest(3).query("sign > 0")[["layer", "head"]].values.tolist()
-            >>> cut = al.replace_heads(model, batch, 0.0, al.Site.of_heads(writers))
         """
         check_counts(MetricError, count=count)
         table = self.to_frame().query("quantity == 'effect'").rename(columns={"value": "effect"})
@@ -167,7 +154,7 @@ def head_effects(
     Cost:
         Layers times heads passes over each batch with shuffled labels. Each starts at the layer of
         the head, where that gives the same logits, and after the tokens that the prompts of a set
-        share: on average half the layers, of the query alone. One pass over each batch of the mean.
+        share. One pass over each batch of the mean.
 
     Source:
         Todd et al., *Function Vectors in Large Language Models* (ICLR 2024,
@@ -193,12 +180,12 @@ def head_effects(
         UserWarning: A query is in both lists.
 
     Examples:
-        >>> task, examples = al.TASKS["questions"], al.load_examples("questions")
-        >>> queries = al.sample_queries(examples, 8, seed=0, exclude=demos)
-        >>> batches = al.build_prompts(model.tokenizer, task, demos, queries[:4])
         >>> mixed = al.relabeling.relabel(demos, task, al.relabeling.random(seed=0))
-        >>> shuffled = al.build_prompts(model.tokenizer, *mixed, queries[4:])
+        >>> queries = al.load_examples("questions")[:3]
+        >>> shuffled = al.build_prompts(model.tokenizer, *mixed, queries)
         >>> record = al.head_effects(model, batches, shuffled, resamples=0, progress=False)
+        >>> writers = record.largest(3).query("sign > 0")[["layer", "head"]].values.tolist()
+        >>> cut = al.replace_heads(model, batch, 0.0, al.Site.of_heads(writers))
     """
     ensure_prepared(model)
     refuse_folded_value_biases(model)

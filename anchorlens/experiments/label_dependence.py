@@ -1,9 +1,4 @@
-"""What predicted labels follow: the truth, the model's own belief, or the labels of the prompt.
-
-1. Queries are answered alone, with the words of the task, and after each relabeling.
-2. An answer is compared with the true class, with the one alone, and with the class that the
-   relabeled demonstrations give to the true class.
-"""
+"""What predicted labels follow: the truth, the model's own belief, or the labels of the prompt."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass

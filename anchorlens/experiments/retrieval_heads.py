@@ -1,10 +1,4 @@
-"""Heads that read the document that a query asks for: QRHead's score, with a null query.
-
-1. s_j is the mean attention of the query's rows to a token j of a document, minus that of a null
-   query after the same documents.
-2. A head's score of a document is the sum of s_j over its tokens, without outliers below.
-3. A head's score is the mean over prompts of the sum over their right documents.
-"""
+"""Heads that read the document that a query asks for: QRHead's score, with a null query."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
@@ -112,7 +106,8 @@ def retrieval_heads(
     \qquad \text{score}(D) = \sum\limits_{j \in D, \; s_j > \mu - 2 \sigma} s_j ,
     $$
 
-    where mu and sigma are the mean and standard deviation (n - 1) of s over D.
+    where mu and sigma are the mean and standard deviation (n - 1) of s over D. The head's score is
+    the mean over prompts of the sum over their right documents.
 
     Range:
         Scores -1 to 1, ``raw`` and ``found`` 0 to 1.

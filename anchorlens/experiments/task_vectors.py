@@ -1,10 +1,4 @@
-"""Task vectors: the state of one layer after demonstrations, written into prompts without them.
-
-1. Vectors: the residual stream after each layer at some positions of prompts with demonstrations,
-   averaged over prompts with other ("dummy") queries.
-2. Accuracy by layer: the vector of one layer after the other replaces the residual stream at the
-   same positions of prompts that do not tell the task: queries alone, or with shuffled labels.
-"""
+"""Task vectors: the state of one layer after demonstrations, written into prompts without them."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -103,14 +97,6 @@ class TaskVectorsRecord(Record):
             HookError: The layer does not exist, or the vectors are of another model.
             MetricError: There are not as many positions in a prompt as vectors of a layer.
             PromptError: The prompts do not fit the model.
-
-        Examples:
-            >>> queries = al.load_examples("questions")[:3]
-            >>> tested = al.build_prompts(model.tokenizer, task, demos, queries)
-            >>> vectors = al.task_vectors(model, batches, tested, resamples=0, progress=False)
-            >>> alone = al.contexts.NoContext().query_pass(model, batch).batch  # the query alone
-            >>> hooks = vectors.hooks(model, alone, layer=1)
-            >>> logits = model.run_with_hooks(alone.tokens.to(model.cfg.device), fwd_hooks=hooks)
         """
         ensure_prepared(model)
         [number] = layer_numbers(model, layer)
@@ -167,8 +153,8 @@ def task_vectors(
         label words: use one set.
 
     Cost:
-        One pass over each batch of the mean, one over each of ``tested``, and a pass over the
-        queries alone (or over ``into``) for each layer.
+        One pass over each batch of the mean and of ``tested``, and for each layer one over the
+        queries alone (or over ``into``).
 
     Source:
         Hendel, Geva and Globerson, *In-Context Learning Creates Task Vectors* (EMNLP 2023 Findings,
@@ -198,16 +184,17 @@ def task_vectors(
         UserWarning: A query is in ``batches`` and in ``tested``.
 
     Examples:
-        >>> task, examples = al.TASKS["questions"], al.load_examples("questions")
-        >>> queries = al.sample_queries(examples, 8, seed=0, exclude=demos)
-        >>> batches = al.build_prompts(model.tokenizer, task, demos, queries[:4])
-        >>> tested = al.build_prompts(model.tokenizer, task, demos, queries[4:])
+        >>> queries = al.load_examples("questions")[:3]
+        >>> tested = al.build_prompts(model.tokenizer, task, demos, queries)
         >>> vectors = al.task_vectors(model, batches, tested, resamples=0, progress=False)
+        >>> alone = al.contexts.NoContext().query_pass(model, batch).batch  # the query alone
+        >>> hooks = vectors.hooks(model, alone, layer=1)
+        >>> logits = model.run_with_hooks(alone.tokens.to(model.cfg.device), fwd_hooks=hooks)
 
         Label words after shuffled labels are replaced by those after true labels.
 
         >>> mixed = al.relabeling.relabel(demos, task, al.relabeling.random(seed=0))
-        >>> shuffled = al.build_prompts(model.tokenizer, *mixed, queries[4:])
+        >>> shuffled = al.build_prompts(model.tokenizer, *mixed, queries)
         >>> at_labels = al.task_vectors(model, batches, tested, into=shuffled,
         ...     positions=al.edges.anchors, resamples=0, progress=False)
     """

@@ -295,9 +295,8 @@ class ContextComparison(Question):
         re-weighted label words stolen attention can be above 1.
 
     How to read:
-        A gain above 0 means that the context answers better than the first one, or than the
-        demonstrations. High loyalties and a low KL mean that it answers as the demonstrations do,
-        right or wrong. ``label_gap`` above 0: the label words in particular carry what is needed.
+        High loyalties and a low KL mean that the context answers as the demonstrations do, right or
+        wrong. ``label_gap`` above 0: the label words in particular carry what is needed.
 
     Pitfalls:
         A context that was trained on the queries is refused. One random draw is no control. The
@@ -322,12 +321,10 @@ class ContextComparison(Question):
             times. Each call measures them again.
 
     Raises:
-        PromptError: There are no contexts, a name is no text, a value is neither a context nor a
-            function that gives one, a context was trained on queries of the prompts, it does not
-            fit the prompts, or demonstrations are too short for a control.
+        PromptError: ``contexts`` are none by name, one was trained on queries of the prompts or
+            does not fit them, or demonstrations are too short for a control.
         ModelError: A context was made with another model.
         MetricError: The prompts have no true labels, or ``draws`` or ``repeats`` is below 0.
-        StoreError: The folder is of another run.
 
     Examples:
         >>> contexts = {"none": al.contexts.NoContext(), "anchors only": al.compress}
@@ -339,8 +336,6 @@ class ContextComparison(Question):
 
         >>> asked = al.ContextComparison({"anchors only": al.compress}, draws=3)
         >>> record = al.run(model, batches, [asked], progress=False)["contexts"]
-        >>> record.random_label_loyalty.shape, record.label_gap.shape
-        (torch.Size([3]), torch.Size([1]))
     """
 
     contexts: Mapping[str, Context | MakeContext]

@@ -67,11 +67,11 @@ _LOYALTIES = ("label", "word")
 class EdgeSweepRecord(Record):
     """Loyalty with edges cut at each site, and with as many random edges cut.
 
-    ``info["sites"]`` has of each site by name the layers, the heads (None: all; or those of each
-    layer), whether edges to BOS stay, whether rows are renormalized, and how many layers its passes
-    skipped or why none. ``info["random_words"]`` of an isolation: how many words a draw takes, and
-    of how many. ``info["not_cut"]`` names what else carries tokens on, such as recurrent layers:
-    then these are numbers of the attention alone.
+    ``info["sites"]`` has of each site the layers, the heads (None: all), whether edges to BOS stay,
+    whether rows are renormalized, and how many layers its passes skipped or why none.
+    ``info["random_words"]`` of an isolation: how many words a draw takes, and of how many.
+    ``info["not_cut"]`` names what else carries tokens on, such as recurrent layers: then these are
+    numbers of the attention alone.
 
     Attributes:
         label_loyalty: Share of prompts whose predicted label (without label words, the likeliest
@@ -134,16 +134,10 @@ class EdgeSweepRecord(Record):
 
         Brackets are 95 % intervals and small dots single draws.
         """
-        of_kinds = [
-            with_ends(self, f"{kind}_loyalty", f"control_{kind}_loyalty", shaped=torch.t)
-            for kind in _LOYALTIES
-        ]
-        values = torch.stack([each["values"] for each in of_kinds])
-        none = torch.full_like(values, torch.nan)
-        low, high = (
-            none if of_kinds[0][end] is None else torch.stack([each[end] for each in of_kinds])
-            for end in ("low", "high")
-        )
+        fields = [f"{of}{kind}_loyalty" for kind in _LOYALTIES for of in ("", "control_")]
+        ends = with_ends(self, *fields, shaped=lambda numbers: numbers.unflatten(0, (2, 2)).mT)
+        none = torch.full_like(ends["values"], torch.nan)
+        low, high = (none if ends[end] is None else ends[end] for end in ("low", "high"))
         draws = [getattr(self, f"random_{kind}_loyalty").T for kind in _LOYALTIES]
         isolated = self.is_isolation
         what, done = ("label words", "isolated") if isolated else ("edges", "cut")
@@ -151,7 +145,7 @@ class EdgeSweepRecord(Record):
         others = self.info.get("not_cut")
         alone = f" in the attention alone ({others} still carry them)" if others else ""
         return figures.points(
-            values,
+            ends["values"],
             low,
             high,
             torch.stack(draws),
@@ -227,9 +221,6 @@ class EdgeSweep(Question):
         ...     al.edges.target(batch), al.edges.forerunners(batch))
         >>> sweep = al.EdgeSweep(read, al.sites.windows(model, 2), draws=2)
         >>> record = al.run(model, batches, [sweep], progress=False)["edge_sweep"]
-        >>> site = record.axis_names("site").index("layers 0 to 1")
-        >>> bool(0 <= record.word_loyalty[site] <= 1)
-        True
 
         The query reads no demonstration from layer j on.
 
@@ -305,11 +296,6 @@ class EdgeSweep(Question):
         check_counts(HookError, draws=self.draws)
 
     @property
-    def seeds(self) -> range:
-        """The numbers of the draws."""
-        return range(self.seed, self.seed + self.draws)
-
-    @property
     def is_isolation(self) -> bool:
         """Whether label words are isolated, with random words as control."""
         return (self.edges, self.control) in ISOLATIONS
@@ -362,7 +348,7 @@ class EdgeSweep(Question):
         of_sites: dict[str, list[Tensor]] = {}
         for name in self.sites:
             of_cut = loyalty(name, None)
-            drawn = [loyalty(name, draw) for draw in self.seeds]
+            drawn = [loyalty(name, self.seed + number) for number in range(self.draws)]
             for number, values in of_cut.items():
                 random = torch.stack([of_draw[number] for of_draw in drawn], dim=1)
                 of_sites.setdefault(number, []).append(values)

@@ -121,10 +121,7 @@ class FaithfulnessRecord(Record):
         return bool(self.info.get("subsets", True))
 
     def table(self) -> TextFrame:
-        """The numbers as text, with intervals: a row for each score, and why it lacks a number.
-
-        Without a test a row for each segment.
-        """
+        """The numbers, or why there are none: a row for each score; without a test each segment."""
         names = list(self.axis_names("score") or ())
         if not self.is_tested:
             segments = self.axis_names("segment") or ()
@@ -226,10 +223,7 @@ class FaithfulnessRecord(Record):
         return next(filter(None, known), "it is not known in any prompt")
 
     def plot(self) -> go.Figure:
-        """LDS and drop of every score, with intervals; a sentence in place of an empty panel.
-
-        Without a test the mean scores of each segment.
-        """
+        """LDS and drop of every score, with intervals; without a test the mean scores."""
         if not self.is_tested:
             names, segments = (self.axis_names(axis) or () for axis in ("score", "segment"))
             scores = with_ends(self, "scores", shaped=lambda numbers: numbers[0][..., None])
@@ -293,10 +287,10 @@ class Faithfulness(Question):
         without it; below 0 the segment speaks for something else. Scores explain what the model
         says, also where that is wrong.
 
-        High LDS: removing what the score calls important hurts more. A low one beside a high ``best
-        possible`` is the score's fault. Where ``best possible`` is low too, the segments replace or
-        need each other, or matter little, and no score of single segments predicts them. The
-        interval of ``lds_gap`` is much narrower than the difference of two intervals suggests.
+        A low LDS beside a high ``best possible`` is the score's fault. Where ``best possible`` is
+        low too, the segments replace or need each other, or matter little, and no score of single
+        segments predicts them. The interval of ``lds_gap`` is much narrower than the difference of
+        two intervals suggests.
 
     Pitfalls:
         One by one, two segments that say the same both have low scores; ``al.subsets.shapley``

@@ -183,7 +183,7 @@ class PrefixEffect(Question):
     $$
 
     Direct is what the attention taken in this layer changes, indirect what earlier layers changed.
-    ``invariance`` alone tests the theory: it compares A+ / (1 - m) with the measured A.
+    ``invariance`` alone tests the theory.
 
     For label words at the target, ``stolen_by_segment`` summed over heads is the class score of
     ``AttentionAUCROC``. Re-weighting adds (exp(beta) - 1) A(q, p_k) v_{p_k}, in the span of the
@@ -216,7 +216,7 @@ class PrefixEffect(Question):
         keys: The segments of the prefix: for each name a function of the batch to positions
             before the query. By default the texts, label words, format and other tokens
             (instructions) of the demonstrations, and of a ``context`` all keys but BOS as one
-            segment, ``context``. Segments must not overlap.
+            segment, ``context``.
         rows: Function of the batch to the positions of the query that count:
             ``al.edges.query`` (the default) or ``al.edges.target``.
         context: What stands before the queries in place of their demonstrations, such as
@@ -239,8 +239,6 @@ class PrefixEffect(Question):
 
         >>> compressed = al.PrefixEffect(context=al.compress(model, batch))
         >>> results = al.run(model, batches, [compressed], progress=False)
-        >>> results["prefix_effect"].axis_names("segment")
-        ('context',)
     """
 
     keys: Mapping[str, edges.PositionsOfBatch] | None = field(default=None, hash=False)

@@ -158,9 +158,8 @@ class ScoreParts(Question):
         Any number; 1 more is e = 2.7 times the attention, before a soft cap.
 
     How to read:
-        ``at_key`` says what of the attended key the query finds, ``at_query`` what looks for it,
-        ``pairs`` both. A part below 0 works against the key that is attended. ``carries_by_part``
-        says what of it the head takes to the answer.
+        ``at_key`` says what of the attended key the query finds, ``at_query`` what looks for it. A
+        part below 0 works against the key that is attended.
 
     Pitfalls:
         A part is what wrote, not why it wrote that: an MLP may have read what heads brought before.
