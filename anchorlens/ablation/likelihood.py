@@ -236,8 +236,7 @@ class Answers:
             if key not in self._known:
                 self._known[key] = self.of_kept(kept)
             outcomes.append(self._known[key])
-        log_odds, log_prob = (torch.stack(each, dim=1) for each in zip(*outcomes, strict=True))
-        return Likelihood(log_odds, log_prob)
+        return Likelihood(*(torch.stack(each, dim=1) for each in zip(*outcomes, strict=True)))
 
     @property
     def count(self) -> int:

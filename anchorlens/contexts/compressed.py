@@ -1,11 +1,4 @@
-"""Compression: queries are answered from the keys and values of label words (section 3.2).
-
-1. The demonstrations are run once, and the keys and values of all tokens are stored. Each may be
-   run as if it were alone: in the same pass, without the edges between demonstrations.
-2. Those of some tokens are selected. The cut cache is tried on one prompt against the whole cache
-   with the other tokens masked; if its logits differ, the masked whole cache is the context.
-3. A query is run after them.
-"""
+"""Compression: queries are answered from the keys and values of label words (section 3.2)."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -65,10 +58,6 @@ class CompressedContext(StoredContext):
         info: The model, its type and weights, the placement, whether demonstrations were run
             ``separately``, the BOS with which prompts begin, and how many tokens of each segment
             are selected; ``scored`` names the score of an ``al.contexts.selection.ByScore``.
-
-    Examples:
-        >>> path = al.compress(model, batch).save(folder / "context.safetensors")
-        >>> logits = al.contexts.CompressedContext.load(path).logits(model, batch)
     """
 
     selected: Bool[Tensor, " position"]

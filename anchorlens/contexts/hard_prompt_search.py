@@ -1,9 +1,4 @@
-"""Searches for tokens before a query by gradients: PEZ and its baselines.
-
-1. The embeddings P are projected: each becomes the allowed token whose embedding points most in the
-   same direction.
-2. These tokens are run, and the gradient at their embeddings changes P.
-"""
+"""Searches for tokens before a query by gradients: PEZ and its baselines."""
 
 from collections.abc import Sequence
 from contextlib import suppress

@@ -34,10 +34,7 @@ from .protocol import bos_of, check_queries, model_identity
 from .training import MakeOptimizer, TrainingRecord, answers, query_digests
 
 Noise = Callable[[int, int], float]
-"""Function of a step's number and the number of steps to the standard deviation of its noise.
-
-The unit is the root mean square of the embeddings at the start, as in ``RelativeAdafactor``.
-"""
+"""Function of (step, steps) to the standard deviation of the noise of a step; see ``Descent``."""
 
 
 @checked

@@ -62,11 +62,9 @@ def context_to_peft(
         context: A ``PrefixContext``, ``SoftPrompt``, ``HardPrompt``, or a ``CompressedContext``
             whose keys stand at the positions 0, 1, ... with the query after them.
         model: The model with which the context was made, as ``load_model`` gives it.
-        folder: Where ``adapter_config.json`` and ``adapter_model.safetensors`` are written.
-
-    Returns:
-        The folder, for peft and for ``context_from_peft``. The record of a training, embeddings
-        and texts are not in it; ``context.save`` stores them.
+        folder: Where ``adapter_config.json`` and ``adapter_model.safetensors`` are written; it is
+            returned. The record of a training, embeddings and texts are not in it;
+            ``context.save`` stores them.
 
     Raises:
         PromptError: It is another kind of context, or its positions have gaps.

@@ -1,8 +1,4 @@
-"""Demonstrations whose label words are read more, or less: as a context, and learned (section 3.1).
-
-Beta acts on the target's row alone. So everything before the target is run once for all steps, and
-a step runs one token of each prompt.
-"""
+"""Demonstrations whose label words are read more, or less (section 3.1): learned, and a context."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -117,7 +113,8 @@ def train_reweighting(
     (``build_prompts(..., batch_size=1)``), and 10 rounds over 4 training examples a class with Adam
     at learning rate 0.01, which are the defaults here. Where the model's cache gives other logits,
     steps run whole prompts. A step needs the step before it, so several processes all do the same
-    training, and all get the beta of the main process.
+    training, and all get the beta of the main process. If training diverges, it is the beta of the
+    check before which the mean loss was lowest.
 
     $$
     A_{h\ell}(q, p_i) \; \mapsto \; A_{h\ell}(q, p_i) \, \exp(\beta_{h\ell i})
@@ -142,10 +139,6 @@ def train_reweighting(
         batches: Training prompts, all with the same demonstrations and with their true labels.
         start: Beta at the start, 0 by default. An axis of length 1 is shared: (layer, 1, anchor)
             learns a value for each layer and label word, (layer, 1, 1) a value for each layer.
-
-    Returns:
-        The beta with its losses, for ``reweight_anchors(model, batch, beta)``. If training
-        diverges, the beta is that of the check before which the mean loss was lowest.
 
     Raises:
         PromptError: The prompts differ in their label words.

@@ -8,7 +8,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from ..errors import ModelError, PromptError
-from ..models.hooked import Hook, HookedModel
+from ..models.hooked import HookedModel
 from ..models.kv_cache import KeyValues
 from ..models.optimizers import Adafactor
 from ..passes.comparison import difference_of, tolerance
@@ -111,7 +111,7 @@ class _TrainedEmbeddings(Trainable):
     def backward(self, model: HookedModel, batch: PromptBatch, loss: LossOfBatch) -> float:
         """Through the model, which computes keys and values from the embeddings."""
         queries = queries_after(batch, self.tokens)
-        hooks = [self._hook(self.embeddings)]
+        hooks = [put_embeddings(self.embeddings, len(self.bos))]
         return mean_loss_with_gradient(model, queries, loss, self.parameters, hooks=hooks)
 
     def query_pass(self, model: HookedModel, batch: PromptBatch) -> QueryPass:
@@ -122,10 +122,8 @@ class _TrainedEmbeddings(Trainable):
         self, model: HookedModel, batch: PromptBatch, embeddings: Float[Tensor, "length d_model"]
     ) -> KeyValues:
         """Keys and values that the model makes of embeddings after the BOS."""
-        return prefix_of_tokens(model, batch, self.tokens, hooks=[self._hook(embeddings)])
-
-    def _hook(self, embeddings: Float[Tensor, "length d_model"]) -> Hook:
-        return put_embeddings(embeddings, len(self.bos))
+        hooks = [put_embeddings(embeddings, len(self.bos))]
+        return prefix_of_tokens(model, batch, self.tokens, hooks=hooks)
 
 
 def _check_reads_embeddings_alone(

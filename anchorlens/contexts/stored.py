@@ -31,13 +31,7 @@ _C = TypeVar("_C", bound="StoredContext")
 
 @dataclass(frozen=True, eq=False, repr=False, kw_only=True)
 class StoredContext(KeepsRepr, Context):
-    """Keys and values before a query; the fields of subclasses are stored with them.
-
-    Attributes:
-        prefix: The keys and values.
-        tokens: The tokens to which they belong.
-        info: Where they come from.
-    """
+    """Keys and values before a query; the fields of subclasses are stored with them."""
 
     prefix: KeyValues
     tokens: Int[Tensor, " position"]

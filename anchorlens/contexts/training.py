@@ -294,10 +294,7 @@ class TrainingRun:
         return bos_of(self.batches[0])
 
     def check(self, tokens: Int[Tensor, " position"]) -> None:
-        """Raise an error for prompts with which training would fail or mislead.
-
-        ``tokens`` are as many as will stand before a query, with the BOS.
-        """
+        """Raise an error for prompts with which training after so many tokens fails or misleads."""
         model, prompts, loss = self.study.model, self.study.batches, self.training.loss
         check_queries(model, prompts, len(tokens))
         refuse_folded_value_biases(model)

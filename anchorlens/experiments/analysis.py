@@ -1,9 +1,4 @@
-"""All analyses of the paper for one task, in one call.
-
-1. Information flows, attention against prediction, and confusions of every batch.
-2. The same of a few prompts in models of the same architecture with random weights.
-3. Label words isolated in the first and in the last layers, with random controls.
-"""
+"""All analyses of the paper for one task, in one call."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace

@@ -153,10 +153,6 @@ def diagnose(distances: Record, *, layer: int | None = None) -> DiagnosisRecord:
         layer: The layer to report, negative from the end. By default the record's
             ``default_layer``, at two thirds of the depth.
 
-    Returns:
-        Both matrices, and the correlation and p-value of every layer. Intervals come from
-        ``distances``; p-values have none.
-
     Raises:
         MetricError: The record does not come from ``AnchorDistances``.
         HookError: There is no such layer.

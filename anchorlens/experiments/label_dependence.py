@@ -142,8 +142,6 @@ def label_dependence(
         >>> labels = {"gold": al.relabeling.gold, "flipped": al.relabeling.flipped()}
         >>> record = al.label_dependence(
         ...     model, task, demos, queries, labels, resamples=0, progress=False)
-        >>> record.table().index.to_list(), bool(record.prompt[0] == record.truth[0])
-        (['gold', 'flipped'], True)
     """
     ensure_prepared(model)
     if not relabelings or not all(name.strip() for name in relabelings):

@@ -1,9 +1,5 @@
 """The same analyses of models of the same architecture with random weights, as a control.
 
-1. Draw new weights for the architecture, as transformers starts a training.
-2. Run the metrics on a few of the prompts.
-3. Store the numbers of all draws beside those of the model, in ``info["of_random_models"]``.
-
 What such a model shows is shown by the architecture and the prompts alone.
 """
 

@@ -170,10 +170,7 @@ class ContextsRecord(Record):
         return [f"{control}, mean of draws", f"{control}, best draw"]
 
     def table(self) -> TextFrame:
-        """The main numbers as text, with intervals: a row for each context.
-
-        After random controls there are also their mean and the best of them.
-        """
+        """The main numbers with intervals: a row for each context, then mean and best controls."""
 
         def texts(name: str) -> list[str]:
             fixed = {k: value for k in range(len(self.accuracy)) if (value := self._known(name, k))}
@@ -246,10 +243,7 @@ class ContextsRecord(Record):
         return known.get(name, "") if self._is_whole(context) else ""
 
     def plot(self) -> go.Figure:
-        """Accuracy after each context, and below it loyalties; random controls are small dots.
-
-        The demonstrations are loyal to themselves by definition, and have no point there.
-        """
+        """Accuracy after each context, and below it loyalties; random controls are small dots."""
         fields, groups = ("accuracy", "label_loyalty", "word_loyalty"), [*self.info["contexts"]]
         controls = torch.stack([getattr(self, f"random_{name}").double() for name in fields])
         groups += ["random"] * bool(controls.numel())
@@ -258,7 +252,7 @@ class ContextsRecord(Record):
         sizes = *shape, controls.shape[1]
         draws = torch.full(sizes, nan, dtype=torch.double, device="cpu")
         for (row, name), k in product(enumerate(fields), range(len(self.accuracy))):
-            if name == "accuracy" or not self._is_whole(k):
+            if name == "accuracy" or not self._is_whole(k):  # loyal to itself by definition
                 number = self.estimate(name, k)
                 values[row, k, 0], low[row, k, 0] = number.value, number.low
                 high[row, k, 0] = number.high
@@ -291,8 +285,7 @@ class ContextComparison(Question):
     times.
 
     Range:
-        Accuracy, loyalties and stolen attention 0 to 1, gains and gaps -1 to 1, KL 0 or more. With
-        re-weighted label words stolen attention can be above 1.
+        Accuracy, loyalties and stolen attention 0 to 1, gains and gaps -1 to 1, KL 0 or more.
 
     How to read:
         High loyalties and a low KL mean that the context answers as the demonstrations do, right or

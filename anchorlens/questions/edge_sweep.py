@@ -1,12 +1,4 @@
-"""Loyalty with edges cut, and with as many random edges cut, at many sites.
-
-1. The clean run gives the likeliest tokens of each prompt.
-2. At each site one pass runs with the edges cut, and one for each draw of random edges. It begins
-   in the first layer of the site.
-3. Loyalty is how much of the likeliest tokens stays.
-
-To isolate label words is to cut the edges by which they collect (section 2.2 of the paper).
-"""
+"""Loyalty with edges cut, and with as many random edges cut, at many sites."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass

@@ -1,10 +1,4 @@
-"""Which segments an answer rests on, by any scores, and what the scores are worth.
-
-1. Each kind of score gives one number a segment (``segment_scores.py``).
-2. Random subsets of the segments are kept, and each gives the log-odds y of the answer, and log p
-   (``likelihood.py``).
-3. LDS and drop compare both, beside those of random scores and of the best possible ones.
-"""
+"""Which segments an answer rests on, by any scores, and what the scores are worth."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, field, replace

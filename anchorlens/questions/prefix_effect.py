@@ -288,7 +288,11 @@ class PrefixEffect(Question):
     ) -> QueryPass:
         """The pass over the queries after the prefix, of which ``shared`` may be known."""
         if self.context is not None:
-            return _pass_after(self.context, model, batch)
+            query_pass = query_pass_of(self.context, model, batch)
+            queries, first = query_pass.batch, batch.tokens.gather(1, batch.starts[:, None])[:, 0]
+            # Some contexts do not begin with the BOS of the prompts.
+            has_bos = batch.begins_with_bos and bool((queries.tokens[:, 0] == first).all())
+            return replace(query_pass, batch=replace(queries, begins_with_bos=has_bos))
         if shared is None:
             return QueryPass(batch, None)
         prefix = shared.before(int(batch.query_start.min()))
@@ -443,16 +447,6 @@ class PrefixEffect(Question):
                 + (f"{int(outside.sum())} others" if outside.any() else "none in some prompt")
             )
         return rows
-
-
-def _pass_after(context: Context, model: HookedModel, batch: PromptBatch) -> QueryPass:
-    """The pass over the queries, which knows whether the context begins with the BOS of prompts."""
-    query_pass = query_pass_of(context, model, batch)
-    queries = query_pass.batch
-    first = batch.tokens.gather(1, batch.starts[:, None])[:, 0]
-    same = bool((queries.tokens[:, 0] == first).all())
-    known = replace(queries, begins_with_bos=batch.begins_with_bos and same)
-    return replace(query_pass, batch=known)
 
 
 def effect_contributions(

@@ -174,11 +174,10 @@ class ScoreParts(Question):
         layer: The layer of the heads; a negative number counts from the end.
         heads: Its heads; by default all.
         queries: Which token looks: one position of each prompt.
-        keys: At what: as many positions in each prompt, at least two. By default label words.
+        keys: At what: as many positions in each prompt, at least two. By default label words. Those
+            that a head cannot see do not count.
         by: ``"layer"``: parts are the attention and the MLP of each layer. ``"head"``: each head
             and the bias, where these sum to what the attention adds (not in BitNet and Granite).
-
-    Keys that a head cannot see do not count.
 
     Raises:
         MetricError: A layer or head does not exist; there is not one query, or not as many keys, in
