@@ -118,7 +118,7 @@ class Ablation:
                         "batch and no hooks; return hooks, or a batch without these tokens"
                     )
 
-    def further(self, model: HookedModel, batches: Sequence[PromptBatch]) -> Further:
+    def further(self, model: HookedModel) -> Further:
         """Passes such as the one with the first segment removed; ``check`` comes before it."""
         kept = torch.arange(len(self.segments.names), device="cpu") > 0
         return Further(hooks=[partial(self.hooks_of, model, kept)])

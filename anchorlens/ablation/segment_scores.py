@@ -115,7 +115,7 @@ class SegmentScores:
 
     def further(self) -> Further:
         """The pass that metrics observe, if any is a score, and the removals."""
-        removals = self.ablation.further(self.model, self.batches)
+        removals = self.ablation.further(self.model)
         if not self.metrics:
             return removals
         answer = self.ablation.answer

@@ -199,7 +199,6 @@ def written_tokens(
 ) -> tuple[Tensor, Float[Tensor, "step vocab"]]:
     """The prompt with the tokens that the model writes after it, and the logits of these."""
     end = model.tokenizer.eos_token_id
-    device = device_of(model)
     defaults = {
         "do_sample": False,
         "verbose": False,
@@ -216,7 +215,7 @@ def written_tokens(
         hidden_warnings("`past_key_values` is deprecated", FutureWarning),
     ):
         written = model.generate(
-            prompt.tokens.to(device),
+            prompt.tokens.to(device_of(model)),
             max_new_tokens=count,
             return_type="tokens",
             output_logits=True,

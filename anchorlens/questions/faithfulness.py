@@ -192,9 +192,9 @@ class FaithfulnessRecord(Record):
         if rest:
             less = "not clearly more" if above else "none is clearly above random scores"
             told.append(f"{less}: {listed([texts[k] for k in rest])}")
-        sentence = f"By {what}, {'; '.join(told)}. Random scores have {random}"
+        beside = f"Random scores have {random}, the best possible ones {best}."
+        sentence = f"By {what}, {'; '.join(told)}. {beside}"
         first = [self._in_words(row) for row in self.rests_on().itertuples()]
-        sentence += f", the best possible ones {best}."
         return Answer(asked, sentence, limits, scores[order[0]], prompts=first)
 
     def _in_words(self, row: Any) -> str:

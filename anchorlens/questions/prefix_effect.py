@@ -91,14 +91,12 @@ class PrefixEffectRecord(Record):
     """
 
     stolen: Float[Tensor, "layer head"] = mean(
-        lambda of_set: of_set["stolen_by_segment"].double().sum(-1), 0, 1
+        lambda of_set: of_set["stolen_by_segment"].sum(-1), 0, 1
     )
-    stolen_by_segment: Float[Tensor, "layer head segment"] = mean(
-        lambda of_set: of_set["stolen_by_segment"].double(), 0, 1
-    )
-    bos: Float[Tensor, "layer head"] = mean(lambda of_set: of_set["bos"].double(), 0, 1)
-    direct: Float[Tensor, " layer"] = mean(lambda of_set: of_set["direct"].double())
-    indirect: Float[Tensor, " layer"] = mean(lambda of_set: of_set["indirect"].double())
+    stolen_by_segment: Float[Tensor, "layer head segment"] = mean("stolen_by_segment", 0, 1)
+    bos: Float[Tensor, "layer head"] = mean("bos", 0, 1)
+    direct: Float[Tensor, " layer"] = mean("direct")
+    indirect: Float[Tensor, " layer"] = mean("indirect")
     # Of sets with fewer prompts than d_head there are as many directions as prompts.
     concentration: Float[Tensor, "layer head"] = table(
         lambda of_set: of_set.once(_shares_of_directions).amax(-1)
