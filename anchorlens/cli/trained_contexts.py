@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from ..contexts.compressed import compress
+from ..contexts.hard_prompt import HardPrompt
 from ..contexts.hard_prompt_search import train_hard_prompt
-from ..contexts.hard_prompts import HardPrompt
 from ..contexts.placement import rebased
 from ..contexts.prefix import PrefixContext, train_prefix
 from ..contexts.protocol import NoContext

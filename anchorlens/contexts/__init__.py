@@ -10,7 +10,7 @@ if TYPE_CHECKING:
     from . import placement as placement
     from . import selection as selection
     from .compressed import CompressedContext as CompressedContext
-    from .hard_prompts import HardPrompt as HardPrompt
+    from .hard_prompt import HardPrompt as HardPrompt
     from .load import load_context as load_context
     from .peft import context_from_peft as context_from_peft
     from .peft import context_to_peft as context_to_peft

@@ -26,7 +26,8 @@ from ..system.put_back import each_call_inside
 from ..system.texts import described
 from ..system.torch_state import gradient_mode
 from .embedded import embeddings_of, prefix_of_tokens, put_embeddings, start_tokens
-from .hard_prompts import PEZ, Descent, HardPrompt, class_words, made_of_tokens
+from .hard_prompt import HardPrompt, made_of_tokens
+from .hard_prompts import PEZ, Descent, class_words
 from .protocol import QueryPass, queries_after
 from .training import Trainable, Training, TrainingRun
 
@@ -111,9 +112,10 @@ def train_hard_prompt(
                 "method with fluency=0"
             )
         run.check(tokens)
-        check_embeds_by_table(model, batch, tokens)
         with gradient_mode(True):
-            embeddings = embeddings_of(model, batch, tokens)[len(bos) :].requires_grad_()
+            embedded = embeddings_of(model, batch, tokens)
+            _check_embeds_by_table(model, tokens, embedded)
+            embeddings = embedded[len(bos) :].requires_grad_()
         unit, example = float(root_mean_square(embeddings)), batch.prompt(0)
         trainable = SearchedTokens(
             model, bos, embeddings, unit, nearest, method, run.steps, training.seed, example
@@ -177,11 +179,11 @@ class NearestTokens:
         return candidates[cosines.argmax()]
 
 
-def check_embeds_by_table(
-    model: HookedModel, batch: PromptBatch, tokens: Int[Tensor, " position"]
+def _check_embeds_by_table(
+    model: HookedModel, tokens: Int[Tensor, " position"], embeddings: Float[Tensor, "position _"]
 ) -> None:
     """Raise an error if embeddings do not point in the direction of the rows of ``W_E``."""
-    embeddings, rows = embeddings_of(model, batch, tokens), model.W_E[tokens].detach()
+    rows = model.W_E[tokens].detach()
     if embeddings.shape == rows.shape:
         cosines = torch.cosine_similarity(embeddings, rows.to(embeddings), dim=1)
         if cosines.min() > 0.999:

@@ -6,7 +6,7 @@ from ..errors import StoreError
 from ..results.record import classes_of, kind_of_file
 from ..system.arguments import checked
 from ..system.digest_file import read_with_digest
-from . import hard_prompts, soft_prompt  # noqa: F401 - so that their classes are known
+from . import hard_prompt, soft_prompt  # noqa: F401 - so that their classes are known
 from .compressed import CompressedContext
 from .prefix import PrefixContext
 

@@ -77,9 +77,10 @@ def train_soft_prompt(
         random = drawn_tokens(model, length, training.seed)
         tokens = torch.cat([bos, random if start is None else start_tokens(model, start, length)])
         run.check(tokens)
-        _check_reads_embeddings_alone(model, batch, tokens, len(bos))
         with gradient_mode(True):
-            embeddings = embeddings_of(model, batch, tokens)[len(bos) :].requires_grad_()
+            embeddings = embeddings_of(model, batch, tokens)[len(bos) :]
+            _check_reads_embeddings_alone(model, batch, tokens, embeddings)
+            embeddings.requires_grad_()
         trainable = _TrainedEmbeddings(bos, embeddings)
         (best,), record = run.take_steps(trainable)
         prompt = SoftPrompt(
@@ -127,12 +128,11 @@ class _TrainedEmbeddings(Trainable):
 
 
 def _check_reads_embeddings_alone(
-    model: HookedModel, batch: PromptBatch, tokens: Int[Tensor, " position"], n_bos: int
+    model: HookedModel, batch: PromptBatch, tokens: Int[Tensor, " _"], embeddings: Tensor
 ) -> None:
     """Raise an error if other tokens with the embeddings of these ones give other logits."""
-    prompt = batch.prompt(0)
+    prompt, n_bos = batch.prompt(0), len(tokens) - len(embeddings)
     expected = run_pass(model, queries_after(prompt, tokens))
-    embeddings = embeddings_of(model, prompt, tokens)[n_bos:]
     placeholders = torch.cat([tokens[:n_bos], torch.zeros_like(tokens[n_bos:])])
     hooks = [put_embeddings(embeddings, n_bos)]
     logits = run_pass(model, queries_after(prompt, placeholders), hooks=hooks)

@@ -10,7 +10,7 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from ..contexts.hard_prompts import HardPrompt
+from ..contexts.hard_prompt import HardPrompt
 from ..contexts.prefix import PrefixContext
 from ..contexts.protocol import Context, QueryPass, query_pass_of
 from ..errors import MetricError

@@ -20,7 +20,7 @@ from jaxtyping import Int
 from torch import Tensor
 
 from ..contexts.compressed import compress
-from ..contexts.hard_prompts import after_tokens
+from ..contexts.hard_prompt import after_tokens
 from ..contexts.protocol import Context, demonstrations_of
 from ..contexts.reweighted import train_reweighting
 from ..contexts.selection import everything, label_words
