@@ -1,13 +1,9 @@
 """How likely the answer of each prompt is with only some segments of the prompt.
 
-1. The clean run names the answer: the label word that the model predicts, or the tokens of a
-   segment, which count if each is the likeliest where it stands.
-2. A removal takes segments out of the prompts (``removal.py``). The token at which the answer is
-   predicted stays in any case.
-3. y = log p - log(1 - p), in float64. p is the probability of the whole answer: the product of
-   p_t over its tokens, each after the earlier ones. From the log-odds o_t of the tokens,
-   y = -log sum_t exp(-o_t) / (p_1 ... p_(t-1)), whose terms are all above 0, so that it is exact
-   also where p is 0 or 1 in float64. For one token y = o_1, bit for bit.
+y = log p - log(1 - p), in float64, where p is the probability of the whole answer: the product of
+p_t over its tokens, each after the earlier ones. From the log-odds o_t of the tokens,
+y = -log sum_t exp(-o_t) / (p_1 ... p_(t-1)), whose terms are all above 0, so that it is exact
+also where p is 0 or 1 in float64. For one token y = o_1, bit for bit.
 """
 
 from collections.abc import Sequence

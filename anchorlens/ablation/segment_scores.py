@@ -1,9 +1,7 @@
 """Scores of segments, of any kind, as one tensor for a batch.
 
-A score is a tensor for all prompts, a metric, a method of ablation, or a function of the batch. All
-metrics observe one pass, whose loss is the cross entropy of the answer that is explained. A method
-says which subsets of segments run (``subsets.py``); each gives the log-odds y of the answer
-(``likelihood.py``), and the method makes scores of both.
+All metrics observe one pass, whose loss is the cross entropy of the answer that is explained. A
+method (``subsets.py``) makes scores of the log-odds of the answer (``likelihood.py``).
 """
 
 from collections.abc import Callable, Mapping, Sequence

@@ -77,10 +77,9 @@ class TrainingRecord(Record):
     @property
     def best(self) -> int:
         """Index of the best check: the highest accuracy, then the lowest loss, then the first."""
-        losses = self.held_out_loss.nan_to_num(nan=inf)
-        pairs = zip(self.held_out_accuracy.tolist(), losses.tolist(), strict=True)
-        ranks = [(-accuracy, loss) for accuracy, loss in pairs]
-        return min(range(len(ranks)), key=ranks.__getitem__)
+        accuracies = self.held_out_accuracy.tolist()
+        losses = self.held_out_loss.nan_to_num(nan=inf).tolist()
+        return min(range(len(losses)), key=lambda check: (-accuracies[check], losses[check]))
 
     @property
     def best_accuracy(self) -> Float[Tensor, ""]:
@@ -241,10 +240,7 @@ class TrainingRun:
         steps: int = 300,
         clip: float = 1.0,
     ) -> "TrainingRun":
-        """A training with the defaults of its trainer; ``made_of`` decides the result too.
-
-        Without held-out prompts the last step counts.
-        """
+        """A training with the defaults of its trainer; ``made_of`` decides the result too."""
         for name, prompts in (("training", batches), ("held-out", held_out)):
             if prompts is not None and not prompts:
                 raise PromptError(

@@ -19,9 +19,7 @@ from ..results.figure_parts import with_ends
 from ..results.record import Record
 from ..system.arguments import checked
 
-# Up to ALL_UP_TO classes all permutations are compared (7! = 5040); with more classes, a sample of
-# DRAWS permutations and the identity.
-ALL_UP_TO, DRAWS = 7, 5000
+ALL_UP_TO, DRAWS = 7, 5000  # classes whose permutations are all compared; of more classes a sample
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)

@@ -113,13 +113,6 @@ def trace_generation(
         >>> trace.flows.axis_names("segment")
         ('document', 'question', 'answer')
         >>> page = al.plot_answer(trace.flows)  # a notebook shows what each token reads
-
-        What it writes without the document.
-
-        >>> def cut(batch):
-        ...     target, document = al.edges.target(batch), al.edges.segment(batch, "document")
-        ...     return al.block_edges(model, batch, al.edges.between(target, document))
-        >>> without = al.trace_generation(model, pieces, max_new_tokens=3, hooks=cut)
     """
     refuse_values(weight, "al.trace_generation")
     ensure_prepared(model)
