@@ -124,7 +124,7 @@ def train_reweighting(
     before the target is run once, and a step runs one token of each prompt.
 
     How to read:
-        Above 0 (any number) the target reads the label word more, below 0 less.
+        Any number: above 0 the target reads the label word more, below 0 less.
 
     Pitfalls:
         A few training examples and one number for each head and label word can be learned by heart:

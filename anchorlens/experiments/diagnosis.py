@@ -133,7 +133,7 @@ def diagnose(distances: Record, *, layer: int | None = None) -> DiagnosisRecord:
 
     How to read:
         A correlation above 0 means that classes with near keys are confused. A small p-value means
-        that this is not by chance.
+        that keys that are assigned to the classes at random would seldom predict as well.
 
     Pitfalls:
         The best of many layers correlates well by chance, and its p-value does not mean what it

@@ -312,8 +312,7 @@ class EdgeSweep(Question):
     def check(self, model: HookedModel, batches: Sequence[PromptBatch], *, changed: bool) -> None:
         """Raise an error for sites without edges, and prompts without enough random ones."""
         for site in self.sites.values():
-            cuts = [self._cut(model, site, None, batch) for batch in batches]
-            acts = [act for hooks in cuts for _, act in hooks[:1]]
+            acts = [act for batch in batches for _, act in self._cut(model, site, None, batch)[:1]]
             if not any(isinstance(act, EdgeHook) and act.edges.has_edges() for act in acts):
                 raise HookError(
                     "there is nothing to cut: edges(batch) has no edge in any prompt"
