@@ -1,13 +1,9 @@
 """How likely the answer of each prompt is with only some segments of the prompt.
 
-1. The clean run names the answer: the label word that the model predicts, or the tokens of a
-   segment, which count if each is the likeliest where it stands.
-2. A removal takes segments out of the prompts (``removal.py``). The token at which the answer is
-   predicted stays in any case.
-3. y = log p - log(1 - p), in float64. p is the probability of the whole answer: the product of
-   p_t over its tokens, each after the earlier ones. From the log-odds o_t of the tokens,
-   y = -log sum_t exp(-o_t) / (p_1 ... p_(t-1)), whose terms are all above 0, so that it is exact
-   also where p is 0 or 1 in float64. For one token y = o_1, bit for bit.
+y = log p - log(1 - p), in float64, where p is the probability of the whole answer: the product of
+p_t over its tokens, each after the earlier ones. From the log-odds o_t of the tokens,
+y = -log sum_t exp(-o_t) / (p_1 ... p_(t-1)), whose terms are all above 0, so that it is exact
+also where p is 0 or 1 in float64. For one token y = o_1, bit for bit.
 """
 
 from collections.abc import Sequence
@@ -118,7 +114,7 @@ class Ablation:
                         "batch and no hooks; return hooks, or a batch without these tokens"
                     )
 
-    def further(self, model: HookedModel, batches: Sequence[PromptBatch]) -> Further:
+    def further(self, model: HookedModel) -> Further:
         """Passes such as the one with the first segment removed; ``check`` comes before it."""
         kept = torch.arange(len(self.segments.names), device="cpu") > 0
         return Further(hooks=[partial(self.hooks_of, model, kept)])
@@ -236,8 +232,7 @@ class Answers:
             if key not in self._known:
                 self._known[key] = self.of_kept(kept)
             outcomes.append(self._known[key])
-        log_odds, log_prob = (torch.stack(each, dim=1) for each in zip(*outcomes, strict=True))
-        return Likelihood(log_odds, log_prob)
+        return Likelihood(*(torch.stack(each, dim=1) for each in zip(*outcomes, strict=True)))
 
     @property
     def count(self) -> int:

@@ -1,8 +1,8 @@
 """How segments are removed from prompts: the edges to them are cut, or their tokens are deleted.
 
-A removal is a function of the model, a batch and the removed positions. It returns the batch that
-runs and the hooks of the pass, so that you can write your own. Experiments never remove the token
-at which the answer is predicted.
+A removal is a function of the model, a batch and the positions of the tokens to remove. It returns
+the batch that runs and the hooks of the pass, so that you can write your own. Experiments never
+remove the token at which the answer is predicted.
 
 Examples:
     The tokens stay, and their input is 0.
@@ -42,15 +42,8 @@ def edges(
     """Cuts every edge from a token that stays to a removed token, in all layers and heads.
 
     It cuts before the softmax, so that attention goes to the tokens that remain. Positions stay as
-    they were; removed tokens still read one another, but nothing reads them.
-
-    Args:
-        model: A hooked model.
-        batch: The prompts.
-        removed: True for the tokens to remove.
-
-    Returns:
-        The batch itself, and the hooks.
+    they were; removed tokens still read one another, but nothing reads them. The batch is returned
+    as it is.
 
     Raises:
         PromptError: ``removed`` are no positions of the batch.
@@ -83,15 +76,8 @@ def text(
 
     Tokens are deleted, not characters, so that the text may have other tokens than a tokenizer
     would give it. A label word of which a token is removed is no anchor any more. Where prompts
-    keep no label words, or not equally many, the new batch has none.
-
-    Args:
-        model: A hooked model; it is not needed, and every removal gets it.
-        batch: The prompts.
-        removed: True for the tokens to remove.
-
-    Returns:
-        Another batch, padded on the right, and no hooks; the batch itself if nothing is removed.
+    keep no label words, or not equally many, the new batch has none. It is padded on the right, and
+    needs no hooks; the batch itself is returned if nothing is removed.
 
     Raises:
         PromptError: ``removed`` are no positions of the batch, or hold a target position.

@@ -1,9 +1,7 @@
 """Scores of segments, of any kind, as one tensor for a batch.
 
-A score is a tensor for all prompts, a metric, a method of ablation, or a function of the batch. All
-metrics observe one pass, whose loss is the cross entropy of the answer that is explained. A method
-says which subsets of segments run (``subsets.py``); each gives the log-odds y of the answer
-(``ablation.py``), and the method makes scores of both.
+All metrics observe one pass, whose loss is the cross entropy of the answer that is explained. A
+method (``subsets.py``) makes scores of the log-odds of the answer (``likelihood.py``).
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -75,7 +73,7 @@ class SegmentScores:
             elif isinstance(score, Metric):
                 _check_metric(name, score)
             elif isinstance(score, Method):
-                check_method(score, len(self.segments))
+                _check_method(score, len(self.segments))
             elif (is_class := isinstance(score, type)) or not callable(score):
                 got = f"the class {name_of(score)}" if is_class else described(score)
                 raise MetricError(
@@ -92,8 +90,7 @@ class SegmentScores:
         """The metrics, with the segments and, as one more, the rest of the prompt."""
         numbers = range(len(self.segments))
         parts: dict[str, Any] = {str(number): partial(self._segment, number) for number in numbers}
-        known: dict[str, Any] = {"segments": parts | {"rest": self._rest}}
-        known["queries"] = self.ablation.predicting
+        known = {"segments": parts | {"rest": self._rest}, "queries": self.ablation.predicting}
         metrics = []
         for name, score in self.scores.items():
             if isinstance(score, Metric):
@@ -115,7 +112,7 @@ class SegmentScores:
 
     def further(self) -> Further:
         """The pass that metrics observe, if any is a score, and the removals."""
-        removals = self.ablation.further(self.model, self.batches)
+        removals = self.ablation.further(self.model)
         if not self.metrics:
             return removals
         answer = self.ablation.answer
@@ -172,7 +169,7 @@ class SegmentScores:
         return values.detach().cpu().double()
 
 
-def check_method(method: Method, count: int) -> None:
+def _check_method(method: Method, count: int) -> None:
     """Raise an error if a method gives something else than subsets and scores; no model runs."""
     names = "(number of segments, generator)"
     drawn: list[Any] = [

@@ -3,8 +3,7 @@
 A method is a value with two functions. ``draw`` gives the subsets that are kept, from the number of
 segments and a generator, which depends on the seed and on the demonstrations: prompts of one set of
 demonstrations have the same subsets. ``scores`` gives one number a segment from the subsets and the
-log-odds y of the answer with each; high means that the segment makes the answer likelier. It gets
-y / T for an answer of T tokens, and its scores are multiplied by T.
+log-odds y of the answer with each; high means that the segment makes the answer likelier.
 
 Examples:
     The difference of the means of y with and without a segment, over 12 random subsets.
@@ -65,12 +64,7 @@ class Method:
 
 @checked
 def random(count: int, segments: int, generator: torch.Generator) -> Subsets:
-    """Different random subsets, each segment kept with probability 1/2.
-
-    Args:
-        count: How many subsets.
-        segments: How many segments there are.
-        generator: Decides the draw; its state moves on.
+    """Different random subsets, each segment kept with probability 1/2; the generator moves on.
 
     Raises:
         MetricError: There are fewer different subsets, 2 to the power of the number of segments.
@@ -141,11 +135,11 @@ def lasso(subsets: int = 64, alpha: float = 0.01) -> Method:
 
     Source:
         Cohen-Wang et al., *ContextCite: Attributing Model Generation to Context* (2024), with their
-        y, the log-odds of the whole answer, which is divided by its number of tokens for the fit.
+        y, the log-odds of the whole answer, and their alpha.
 
     Args:
         subsets: How many subsets run; at most 2 to the power of the number of segments.
-        alpha: How strongly weights are pulled to 0; 0.01 is ContextCite's.
+        alpha: How strongly weights are pulled to 0.
 
     Raises:
         MetricError: ``subsets`` is below 2, or ``alpha`` is not above 0.

@@ -290,7 +290,7 @@ def faithfulness(options: Faithfulness) -> Asked:
         name, queries, draws = _drawn_for(chosen[0], options, 60)
         prompts = partial(_prompts_of, chosen, {name: draws}, options.batch_size)
     segments = options.shots * len(chosen[0].task.labels) if chosen else len(documents)
-    scores.Comparison(segments, options.subsets, options.top, seed=0).check()
+    scores.check_sizes(segments, options.subsets, options.top)
     if segments < scores.FEWEST:
         shots = "--shots 2 gives two demonstrations of each class"
         output.note(

@@ -1,11 +1,4 @@
-"""Compression: queries are answered from the keys and values of label words (section 3.2).
-
-1. The demonstrations are run once, and the keys and values of all tokens are stored. Each may be
-   run as if it were alone: in the same pass, without the edges between demonstrations.
-2. Those of some tokens are selected. The cut cache is tried on one prompt against the whole cache
-   with the other tokens masked; if its logits differ, the masked whole cache is the context.
-3. A query is run after them.
-"""
+"""Compression: queries are answered from the keys and values of label words (section 3.2)."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -66,14 +59,6 @@ class CompressedContext(StoredContext):
         info: The model, its type and weights, the placement, whether demonstrations were run
             ``separately``, the BOS with which prompts begin, and how many tokens of each segment
             are selected; ``scored`` names the score of an ``al.contexts.selection.ByScore``.
-
-    Examples:
-        >>> context = al.compress(model, batch)
-        >>> context.logits(model, batch).shape[0] == len(batch)
-        True
-        >>> same = al.contexts.CompressedContext.load(context.save(folder / "context.safetensors"))
-        >>> bool((same.selected == context.selected).all())
-        True
     """
 
     selected: Bool[Tensor, " position"]
@@ -214,8 +199,8 @@ def compress(
     So with positions as in the prompt the answers are those of the whole prompt without the edges
     from the query to dropped positions. This is verified on the first prompt: if a cache of the
     selected positions alone gives other logits (by more than 1e-5 of the largest; ALiBi, chunked
-    attention, a ``HookedTransformer``), the whole cache is stored and those edges are blocked. The
-    answers are the same, but no memory is saved; ``is_cut`` says which it is.
+    attention, a ``HookedTransformer``), the whole cache is stored and those edges are blocked;
+    ``is_cut`` says which it is.
 
     Moved keys (``al.contexts.placement.rebased``) are rotated by the model's own rotation. This is
     tried where the answer is known: the later half of the keys, moved in one piece with the query,
@@ -223,9 +208,8 @@ def compress(
 
     With ``separately`` each demonstration is inferred alone, and their keys and values are joined:
     a demonstration sees BOS, the instructions and itself, but no other demonstration. It keeps its
-    positions of the prompt, and BOS and instructions, which see no demonstration, are stored once.
-    All this is one pass without the edges between demonstrations, so that it holds in every model,
-    and goes with every ``select`` and ``positions``. With one demonstration nothing changes.
+    positions of the prompt. All this is one pass without the edges between demonstrations, so that
+    it holds in every model, and goes with every ``select`` and ``positions``.
 
     Pitfalls:
         Format tokens collect information too, so compare with
@@ -236,7 +220,6 @@ def compress(
         (``al.prompts.text_anchor_prompts``).
 
     Args:
-        model: A hooked model; its attention hooks are verified at first use.
         demonstrations: Any batch of ``build_prompts`` with these demonstrations, which end before
             the first token of the query.
         select: Function that selects positions, from the demonstrations as a batch of one prompt to
@@ -245,9 +228,6 @@ def compress(
         positions: Function from the selected positions to the positions of keys and query as the
             model takes them: a function of ``al.contexts.placement``, or your own.
         separately: Run each demonstration without the others before it.
-
-    Returns:
-        The context, which answers queries with ``CompressedContext.logits``.
 
     Raises:
         PromptError: The prompts have several sets of demonstrations, their texts are not known,
@@ -260,8 +240,6 @@ def compress(
         >>> context = al.compress(model, batch, select=al.contexts.selection.anchors_and_format)
         >>> logits = context.logits(model, batch)
         >>> stored, whole = int(context.selected.sum()), len(context.selected)
-        >>> al.compress(model, batch, separately=True).info["separately"]
-        True
     """
     options: dict[str, Any] = {"positions": positions, "separately": separately}
     return compressed_contexts(model, demonstrations, [select], **options)[0]
@@ -284,9 +262,8 @@ def compressed_contexts(
     masks = checked_selections(selections, demonstrations, model, apart)
     prompt = demonstrations.prompt(0)
     shared = prompt.before(len(masks[0]))
-    bos = bos_of(prompt).tolist()
     info = {**model_identity(model), "positions": name_of(positions), "separately": separately}
-    info |= {"bos": bos}
+    info |= {"bos": bos_of(prompt).tolist()}
     _measured.pop(model, None)  # the model's settings may have changed
     placed = [_placed(positions, selected) for selected in masks]
     with frozen_in_eval_mode(model):
@@ -427,11 +404,10 @@ def _with_cuts(
     placed: _Placed,
     hooks: HooksOfBatch,
 ) -> KeyValues:
-    """Keys and values of the selected positions; moved ones are rotated for their new positions.
+    """Keys and values of the selected positions.
 
-    The keys before the rotation are read from a run of all tokens. Then the model is run on the
-    selected tokens, and in every layer that computes keys these replace its own before the
-    rotation.
+    To move them, the keys before the rotation are read from a run of all tokens. Then the model is
+    run on the selected tokens, and these keys replace its own before the rotation.
     """
     selected = placed.selected
     if not placed.moves:

@@ -1,4 +1,4 @@
-"""Embeddings before a query: read from a model, and put in the place of those of tokens.
+"""Embeddings before a query: read from a model, and put into it.
 
 The space is that of ``hook_embed``. Where a model scales its embeddings (Gemma), it is the space of
 the scaled ones.
@@ -21,33 +21,22 @@ from .protocol import queries_after
 _HOOK = "hook_embed"
 
 
-def replaced_embeddings(embeddings: Float[Tensor, "length d_model"], start: int) -> Hook:
+def put_embeddings(
+    embeddings: Float[Tensor, "length d_model"], start: int, *, add: bool = False
+) -> Hook:
     """A hook that puts embeddings at the positions from ``start`` on, in every prompt.
 
-    The other positions stay as they are. The gradient reaches ``embeddings`` from all prompts.
+    With ``add`` they are added to those of the tokens: if they are 0, these are exactly as before,
+    and the gradient is that at them. It reaches ``embeddings`` from all prompts.
     """
 
     def put(embedded: Float[Tensor, "batch position d_model"], hook: Any) -> Tensor:
-        middle = embeddings.to(embedded).expand(len(embedded), -1, -1)
         stop = start + len(embeddings)
+        own, given = embedded[:, start:stop], embeddings.to(embedded)
+        middle = own + given if add else given.expand_as(own)
         return torch.cat([embedded[:, :start], middle, embedded[:, stop:]], dim=1)
 
     return _HOOK, put
-
-
-def moved_embeddings(offset: Float[Tensor, "length d_model"], start: int) -> Hook:
-    """A hook that adds an offset to the embeddings from ``start`` on, in every prompt.
-
-    With an offset of 0 the embeddings are exactly those of the tokens, and the gradient of the
-    offset is the gradient at them.
-    """
-
-    def move(embedded: Float[Tensor, "batch position d_model"], hook: Any) -> Tensor:
-        stop = start + len(offset)
-        middle = embedded[:, start:stop] + offset.to(embedded)
-        return torch.cat([embedded[:, :start], middle, embedded[:, stop:]], dim=1)
-
-    return _HOOK, move
 
 
 def prefix_of_tokens(

@@ -54,12 +54,9 @@ class HardPrompt(PrefixContext):
 
     @checked
     def insert(self, batch: PromptBatch) -> PromptBatch:
-        """The user's prompts with these tokens after the BOS, before the demonstrations.
+        """The user's prompts with these tokens after the BOS, in the segment "other".
 
         All positions move with them, so that every metric applies to the result.
-
-        Args:
-            batch: Prompts, padded on either side.
 
         Raises:
             PromptError: The prompts begin with another BOS, or their tensors do not agree.
@@ -70,29 +67,24 @@ class HardPrompt(PrefixContext):
         """
         self.check_bos(batch)
         check_batch(batch)
-        return _insert(batch, self.ids)
+        right, bos, tokens = batch.padded_right(), int(batch.begins_with_bos), self.ids
 
+        def widened(values: Tensor, inserted: Tensor) -> Tensor:
+            rows = inserted.expand(len(values), -1)
+            return torch.cat([values[:, :bos], rows, values[:, bos:]], dim=1)
 
-def _insert(batch: PromptBatch, tokens: Int[Tensor, " inserted"]) -> PromptBatch:
-    """The same prompts with tokens after the BOS, in the segment "other"; padding stays there."""
-    right, bos, count = batch.padded_right(), int(batch.begins_with_bos), len(tokens)
-
-    def widened(values: Tensor, inserted: Tensor) -> Tensor:
-        rows = inserted.expand(len(values), -1)
-        return torch.cat([values[:, :bos], rows, values[:, bos:]], dim=1)
-
-    longer = replace(
-        right,
-        tokens=widened(right.tokens, tokens),
-        attention_mask=widened(right.attention_mask, torch.ones_like(tokens, dtype=torch.bool)),
-        segments=widened(right.segments, torch.full_like(tokens, OTHER)),
-        label_positions=right.label_positions + count,
-        label_ends=right.label_ends + count,
-        target_positions=right.target_positions + count,
-        query_start=right.query_start + count,
-    )
-    longer = replace(longer, demonstrations_id=demonstrations_ids(longer))
-    return longer if batch.attention_mask[:, 0].all() else longer.padded_left()
+        longer = replace(
+            right,
+            tokens=widened(right.tokens, tokens),
+            attention_mask=widened(right.attention_mask, torch.ones_like(tokens, dtype=torch.bool)),
+            segments=widened(right.segments, torch.full_like(tokens, OTHER)),
+            label_positions=right.label_positions + len(tokens),
+            label_ends=right.label_ends + len(tokens),
+            target_positions=right.target_positions + len(tokens),
+            query_start=right.query_start + len(tokens),
+        )
+        longer = replace(longer, demonstrations_id=demonstrations_ids(longer))
+        return longer if batch.attention_mask[:, 0].all() else longer.padded_left()
 
 
 def made_of_tokens(
@@ -100,7 +92,6 @@ def made_of_tokens(
     tokens: Int[Tensor, " position"],
     held_out: Sequence[PromptBatch],
     tokenizer: Any,
-    *,
     loss: LossOfBatch,
     training: TrainingRecord,
     info: dict[str, Any],

@@ -1,9 +1,4 @@
-"""Searches for tokens before a query by gradients: PEZ and its baselines.
-
-1. The embeddings P are projected: each becomes the allowed token whose embedding points most in the
-   same direction.
-2. These tokens are run, and the gradient at their embeddings changes P.
-"""
+"""Searches for tokens before a query by gradients: PEZ and its baselines."""
 
 from collections.abc import Sequence
 from contextlib import suppress
@@ -30,7 +25,7 @@ from ..system.processes import gather_from_processes
 from ..system.put_back import each_call_inside
 from ..system.texts import described
 from ..system.torch_state import gradient_mode
-from .embedded import embeddings_of, moved_embeddings, prefix_of_tokens, start_tokens
+from .embedded import embeddings_of, prefix_of_tokens, put_embeddings, start_tokens
 from .hard_prompt import HardPrompt, made_of_tokens
 from .hard_prompts import PEZ, Descent, class_words
 from .protocol import QueryPass, queries_after
@@ -69,9 +64,6 @@ def train_hard_prompt(
             that do not survive decoding and encoding, are left out in any case.
         tokenizer: The tokenizer of the prompts; ``model.tokenizer`` by default.
 
-    Returns:
-        The hard prompt with its text and training record.
-
     Raises:
         PromptError: ``length`` is below 1, no token is allowed, a token of the start is not
             allowed, or a label word has several tokens and no start is given.
@@ -82,8 +74,6 @@ def train_hard_prompt(
         >>> training = al.contexts.Training(steps=2, progress=False)
         >>> prompt = al.train_hard_prompt(model, batches[:1], training, held_out=batches[1:],
         ...     length=2, start=[300])
-        >>> len(prompt.ids), prompt.text == model.tokenizer.decode(prompt.ids)
-        (2, True)
     """
     check_counts(PromptError, length=length)
     if training.optimizer is not None:
@@ -122,22 +112,18 @@ def train_hard_prompt(
                 "method with fluency=0"
             )
         run.check(tokens)
-        check_embeds_by_table(model, batch, tokens)
         with gradient_mode(True):
-            embeddings = embeddings_of(model, batch, tokens)[len(bos) :].requires_grad_()
+            embedded = embeddings_of(model, batch, tokens)
+            _check_embeds_by_table(model, tokens, embedded)
+            embeddings = embedded[len(bos) :].requires_grad_()
         unit, example = float(root_mean_square(embeddings)), batch.prompt(0)
         trainable = SearchedTokens(
             model, bos, embeddings, unit, nearest, method, run.steps, training.seed, example
         )
         (best,), record = run.take_steps(trainable)
+        found = torch.cat([bos, best])
         prompt = made_of_tokens(
-            model,
-            torch.cat([bos, best]),
-            run.held_out,
-            tokenizer,
-            loss=training.loss,
-            training=record,
-            info=run.describe(),
+            model, found, run.held_out, tokenizer, training.loss, record, run.describe()
         )
         return gather_from_processes("hard prompt", prompt)[0]
 
@@ -193,11 +179,11 @@ class NearestTokens:
         return candidates[cosines.argmax()]
 
 
-def check_embeds_by_table(
-    model: HookedModel, batch: PromptBatch, tokens: Int[Tensor, " position"]
+def _check_embeds_by_table(
+    model: HookedModel, tokens: Int[Tensor, " position"], embeddings: Float[Tensor, "position _"]
 ) -> None:
     """Raise an error if embeddings do not point in the direction of the rows of ``W_E``."""
-    embeddings, rows = embeddings_of(model, batch, tokens), model.W_E[tokens].detach()
+    rows = model.W_E[tokens].detach()
     if embeddings.shape == rows.shape:
         cosines = torch.cosine_similarity(embeddings, rows.to(embeddings), dim=1)
         if cosines.min() > 0.999:
@@ -244,7 +230,7 @@ class SearchedTokens(Trainable):
             return (1 - weight) * loss(logits, batch)
 
         def mean_loss(batch: PromptBatch, loss: LossOfBatch) -> float:
-            hooks = [moved_embeddings(offset, len(self.bos))]
+            hooks = [put_embeddings(offset, len(self.bos), add=True)]
             return mean_loss_with_gradient(model, batch, loss, [offset], hooks=hooks)
 
         objective = mean_loss(queries_after(batch, tokens), weighted)

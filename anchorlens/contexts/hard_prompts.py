@@ -27,10 +27,7 @@ from .protocol import bos_of, check_queries, model_identity
 from .training import MakeOptimizer, TrainingRecord, query_digests
 
 Noise = Callable[[int, int], float]
-"""Function of a step's number and the number of steps to the standard deviation of its noise.
-
-The unit is the root mean square of the embeddings at the start, as in ``RelativeAdafactor``.
-"""
+"""Function of (step, steps) to the standard deviation of the noise of a step; see ``Descent``."""
 
 
 @checked
@@ -87,9 +84,8 @@ class Descent:
         ``al.contexts.hard_prompts.random``), with no tokens (``NoContext``) and with the start.
 
     Source:
-        PEZ: Wen et al. (NeurIPS 2023), algorithm 1. Its script for language models projects twice
-        in a step, so that P is lost and PEZ makes the steps of its baseline; its script for images
-        follows the algorithm, as here. FluentPrompt: Shi et al. (2022).
+        PEZ: Wen et al. (NeurIPS 2023), algorithm 1, as in its script for images (not in that for
+        language models, see ``PEZ_AS_PUBLISHED``). FluentPrompt: Shi et al. (2022).
 
     Attributes:
         optimizer: Function from [P] to its optimizer.
@@ -97,16 +93,13 @@ class Descent:
             step, so that a step too short to reach another token is lost.
         noise: Standard deviation of the normal noise that is added to P after a step, as a function
             of (step, steps), in units of the root mean square of P at the start; or None.
-        fluency: Weight l of the prompt's own loss, from 0 to 1, in the objective
-            (1 - l) L_task + l L_fluency. L_fluency is the mean next-token cross entropy of the
-            prompt's tokens, in nats; high means unlikely text.
+        fluency: Weight lambda of the prompt's own loss, from 0 to 1. L_fluency is the mean
+            next-token cross entropy of the prompt's tokens, in nats; high means unlikely text.
 
     Examples:
         PEZ that prefers likely text:
 
-        >>> from dataclasses import replace
-        >>> replace(al.contexts.hard_prompts.PEZ, fluency=0.003).keep_continuous
-        True
+        >>> method = dataclasses.replace(al.contexts.hard_prompts.PEZ, fluency=0.003)
     """
 
     optimizer: MakeOptimizer
@@ -129,7 +122,7 @@ larger.
 PEZ_AS_PUBLISHED = Descent(Adafactor(lr=0.3), keep_continuous=False)
 """What the published script for language models does: it projects twice a step, so that P is lost.
 
-Its baseline AutoPrompt, with the same optimizer, makes the same steps.
+AutoPrompt with the same optimizer makes the same steps.
 """
 
 AUTOPROMPT = Descent(RelativeAdafactor(10.0), keep_continuous=False)
@@ -143,15 +136,11 @@ FLUENT_PROMPT = replace(AUTOPROMPT, noise=Langevin(10.0), fluency=0.003)
 def class_words(batches: Sequence[PromptBatch]) -> list[int]:
     """Token ids of the label words, by class: the published start of a search.
 
-    Args:
-        batches: Prompts with their demonstrations.
-
     Raises:
         PromptError: A label word has several tokens.
 
     Examples:
-        >>> len(al.contexts.hard_prompts.class_words(batches)) == len(task.labels)
-        True
+        >>> start = al.contexts.hard_prompts.class_words(batches)
     """
     if any((batch.label_ends != batch.label_positions).any() for batch in batches):
         raise PromptError(
@@ -173,7 +162,6 @@ def of_tokens(
     """A hard prompt of given tokens, without a search.
 
     Args:
-        model: A hooked model; its attention hooks are verified at first use.
         tokens: Token ids without the BOS; any are allowed.
         held_out: Prompts with their true labels, on which the accuracy is measured.
         tokenizer: The tokenizer of the prompts; ``model.tokenizer`` by default.
@@ -186,8 +174,6 @@ def of_tokens(
 
     Examples:
         >>> prompt = al.contexts.hard_prompts.of_tokens(model, [300, 301], held_out=batches)
-        >>> prompt.text == model.tokenizer.decode([300, 301])
-        True
     """
     return _prompts_of_model(model, held_out, tokenizer, loss, lambda _: [list(tokens)])[0]
 
@@ -204,15 +190,11 @@ def of_text(
     """A hard prompt of a text: yours, or that of a prompt which was found with another model.
 
     ``al.ContextComparison`` says what it does beside nothing and random tokens, with intervals (the
-    table of transfer between models in Wen et al., 2023).
+    table of transfer between models in Wen et al., 2023). Other arguments are as in ``of_tokens``.
 
     Args:
-        model: A hooked model; its attention hooks are verified at first use.
         text: The text, or a hard prompt. Of the latter only the text is used, and the queries of
             its training are refused; only a model with its tokenizer can tell them.
-        held_out: Prompts with their true labels, on which the accuracy is measured.
-        tokenizer: The tokenizer of the prompts; ``model.tokenizer`` by default.
-        loss: Function of (logits, batch) to a number for each prompt.
 
     Raises:
         PromptError: As ``of_tokens``; the tokens of the text do not give the text, or it holds a
@@ -231,7 +213,7 @@ def of_text(
             return [_ids_of(tokenizer, text.text)]
         return [_ids_of(tokenizer, text)]
 
-    prompt = _prompts_of_model(model, held_out, tokenizer, loss, encoded)[0]
+    [prompt] = _prompts_of_model(model, held_out, tokenizer, loss, encoded)
     if not isinstance(text, HardPrompt):
         return prompt
     used = text.info.get("queries_in_training", [])
@@ -287,16 +269,12 @@ def random(
     """Hard prompts of random plain tokens: the baseline of a search.
 
     Compare a search with all of them, and not with the best one, which is chosen on the queries on
-    which it is measured.
+    which it is measured. Other arguments are as in ``of_tokens``.
 
     Args:
-        model: A hooked model; its attention hooks are verified at first use.
-        held_out: Prompts with their true labels, on which the accuracy is measured.
         length: Number of tokens of each prompt.
         draws: Number of prompts.
         seed: Seeds the tokens; the global random state is not touched.
-        tokenizer: The tokenizer of the prompts; ``model.tokenizer`` by default.
-        loss: Function of (logits, batch) to a number for each prompt.
 
     Raises:
         PromptError: As ``of_tokens``, or ``length`` or ``draws`` is below 1.
@@ -337,12 +315,8 @@ def _prompts_of_model(
         prompts = [torch.cat([bos, ids]) for ids in chosen]
         check_queries(model, study.batches, max(map(len, prompts)))
         cache_of_tokens(model, study.batches[0], prompts[0])
-        info = {
-            **study.describe(),
-            **model_identity(model),
-            "bos": bos_of(study.batches[0]).tolist(),
-            "queries_in_training": [],
-        }
+        info = study.describe() | model_identity(model)
+        info |= {"bos": bos.tolist(), "queries_in_training": []}
         made = []
         for tokens in prompts:
             accuracy, mean_loss = answers_after_tokens(model, tokens, study.batches, loss)
@@ -352,9 +326,5 @@ def _prompts_of_model(
                 held_out_accuracy=torch.tensor([accuracy], device="cpu"),
                 held_out_loss=torch.tensor([mean_loss], device="cpu"),
             )
-            made.append(
-                made_of_tokens(
-                    model, tokens, study.batches, tokenizer, loss=loss, training=record, info=info
-                )
-            )
+            made.append(made_of_tokens(model, tokens, study.batches, tokenizer, loss, record, info))
         return gather_from_processes("hard prompts", made)[0]

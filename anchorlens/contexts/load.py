@@ -6,24 +6,14 @@ from ..errors import StoreError
 from ..results.record import classes_of, kind_of_file
 from ..system.arguments import checked
 from ..system.digest_file import read_with_digest
+from . import hard_prompt, soft_prompt  # noqa: F401 - so that their classes are known
 from .compressed import CompressedContext
-from .hard_prompt import HardPrompt
 from .prefix import PrefixContext
-from .soft_prompt import SoftPrompt
-
-_OURS: tuple[type[CompressedContext | PrefixContext], ...] = (
-    CompressedContext,
-    PrefixContext,
-    SoftPrompt,
-    HardPrompt,
-)
 
 
 @checked
 def load_context(path: str | Path) -> CompressedContext | PrefixContext:
-    """Read a context that ``save`` of a ``CompressedContext`` or a ``PrefixContext`` wrote.
-
-    The classes of this package are known; a class of your own is known once it is defined.
+    """Read a context that ``save`` wrote; a class of your own is known once it is defined.
 
     Raises:
         StoreError: The file cannot be read, is damaged, or holds no context or one whose class
@@ -42,7 +32,8 @@ def load_context(path: str | Path) -> CompressedContext | PrefixContext:
             "(use al.load_record for a record, al.contexts.context_from_peft for a peft adapter)"
         )
     # A notebook cell that runs again defines its class again: the last definition counts.
-    kinds = {kind.__name__: kind for ours in _OURS for kind in classes_of(ours)}
+    ours: tuple[type[CompressedContext | PrefixContext], ...] = (CompressedContext, PrefixContext)
+    kinds = {kind.__name__: kind for root in ours for kind in classes_of(root)}
     if name not in kinds:
         raise StoreError(
             f"{path} holds a {name}, a class that is not known here; import the module that "

@@ -36,8 +36,8 @@ from .training import ADAM, Trainable, Training, TrainingRecord, TrainingRun
 class PrefixContext(StoredContext):
     """Keys and values of every layer that stand before a query at the positions 0, 1, ...
 
-    ``train_prefix`` learns them directly. Soft prompts and hard prompts are kinds of it, whose
-    keys and values the model computes from embeddings or tokens.
+    ``train_prefix`` learns them directly. Of soft prompts and hard prompts the model computes them
+    from embeddings or tokens.
 
     Attributes:
         prefix: The keys and values.
@@ -104,9 +104,6 @@ def train_prefix(
             them, or a context that was trained. By default they are those of random tokens after
             the BOS.
 
-    Returns:
-        The context with its training record.
-
     Raises:
         PromptError: ``length`` is below 1 or given with ``start``, or the keys of ``start`` do not
             stand at 0, 1, ... after a BOS.
@@ -115,8 +112,6 @@ def train_prefix(
     Examples:
         >>> training = al.contexts.Training(steps=2, progress=False)
         >>> context = al.train_prefix(model, batches[:1], training, held_out=batches[1:], length=2)
-        >>> context.logits(model, batches[1]).shape[0] == len(batches[1])
-        True
     """
     if start is not None and length is not None:
         raise PromptError(
@@ -125,18 +120,16 @@ def train_prefix(
         )
     length = 10 if length is None else length
     check_counts(PromptError, length=length)
-    if start is None:
-        about = f"prefix of {length} positions from random tokens"
-    else:
-        about = f"prefix from {start!r}"
-    made_of = () if start is None else (start.prefix,)
+    about, made_of = f"prefix of {length} positions from random tokens", list[KeyValues]()
+    if start is not None:
+        about, made_of = f"prefix from {start!r}", [start.prefix]
     run = TrainingRun.of(model, batches, held_out, training, ADAM, about, made_of)
     with run.study.entered():
-        bos, count = run.bos, len(run.bos) + length
+        bos = run.bos
         if start is not None:
             _check_start(model, start, bos)
-            count = len(start.prefix)
-        tokens = torch.cat([bos, drawn_tokens(model, count - len(bos), training.seed)])
+            length = len(start.prefix) - len(bos)
+        tokens = torch.cat([bos, drawn_tokens(model, length, training.seed)])
         run.check(tokens)
         first = prefix_of_tokens(model, run.batches[0], tokens) if start is None else start.prefix
         trainable = TrainedKeys(bos, *_split(first.beside(model), len(bos)))

@@ -58,10 +58,6 @@ class Context(Protocol):
     A context of your own is a class with ``size`` and ``query_pass``, and has ``logits`` from this
     class. A field ``info`` is optional. With the entries of the ``info`` of ``al.compress`` another
     model is refused, and with ``queries_in_training`` queries that a training used.
-
-    Examples:
-        >>> isinstance(al.compress(model, batch), al.contexts.Context)
-        True
     """
 
     @property
@@ -70,24 +66,15 @@ class Context(Protocol):
         raise _lacks(self, "size, the bytes that it stores")
 
     def query_pass(self, model: HookedModel, batch: PromptBatch) -> QueryPass:
-        """The pass over the queries of a batch after this context.
-
-        Args:
-            model: The model with which the context was made.
-            batch: Prompts from ``build_prompts``. The context takes the place of their
-                demonstrations.
-        """
+        """The pass over the queries of a batch, with the context in place of demonstrations."""
         raise _lacks(self, "query_pass(model, batch), which returns an al.contexts.QueryPass")
 
     @checked
     def logits(self, model: HookedModel, batch: PromptBatch) -> Float[Tensor, "batch vocab"]:
         """Next-token logits at the targets of a batch. Only the queries are run.
 
-        Args:
-            model: The model with which the context was made.
-            batch: Prompts from ``build_prompts``. The context takes the place of their
-                demonstrations, which are not run. After a ``CompressedContext`` they must be those
-                that were compressed.
+        The context takes the place of the demonstrations of prompts from ``build_prompts``. After a
+        ``CompressedContext`` they must be those that were compressed.
 
         Raises:
             ModelError: The context was made with another model, type or weights.
@@ -119,8 +106,7 @@ class NoContext(Context):
     The baseline of every context.
 
     Examples:
-        >>> al.contexts.NoContext().logits(model, batch).shape[0] == len(batch)
-        True
+        >>> logits = al.contexts.NoContext().logits(model, batch)
     """
 
     @property

@@ -1,8 +1,4 @@
-"""Demonstrations whose label words are read more, or less: as a context, and learned (section 3.1).
-
-Beta acts on the target's row alone. So everything before the target is run once for all steps, and
-a step runs one token of each prompt.
-"""
+"""Demonstrations whose label words are read more, or less (section 3.1): learned, and a context."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -24,7 +20,6 @@ from ..models.hooked import (
     dtype_of,
     refuse_folded_value_biases,
 )
-from ..models.kv_cache import KeyValues
 from ..models.load import ensure_prepared
 from ..models.model_state import has_user_hooks
 from ..models.rotary import rotate_alike
@@ -118,7 +113,8 @@ def train_reweighting(
     (``build_prompts(..., batch_size=1)``), and 10 rounds over 4 training examples a class with Adam
     at learning rate 0.01, which are the defaults here. Where the model's cache gives other logits,
     steps run whole prompts. A step needs the step before it, so several processes all do the same
-    training, and all get the beta of the main process.
+    training, and all get the beta of the main process. If training diverges, it is the beta of the
+    check before which the mean loss was lowest.
 
     $$
     A_{h\ell}(q, p_i) \; \mapsto \; A_{h\ell}(q, p_i) \, \exp(\beta_{h\ell i})
@@ -127,18 +123,13 @@ def train_reweighting(
     acts after the softmax, without renormalisation, on the row of the target only. So everything
     before the target is run once, and a step runs one token of each prompt.
 
-    Range:
-        ``beta`` any number; 0 changes nothing.
-
     How to read:
-        Above 0 the target reads the label word more, below 0 less. Whether this helps is an
-        accuracy on other queries, beside what the same training examples give in other ways: as
-        more demonstrations, and in ``examples/reweighting.py`` by contextual calibration (Zhao et
-        al., 2021) and a linear probe.
+        Any number: above 0 the target reads the label word more, below 0 less.
 
     Pitfalls:
         A few training examples and one number for each head and label word can be learned by heart:
-        read the accuracy on other queries and its paired interval, not the training loss.
+        read the accuracy on other queries and its paired interval, not the training loss. Compare
+        with what the same examples give in other ways (``examples/reweighting.py``).
 
     Source:
         Section 3.1, Table 1. The published code numbers anchors by class, here they are numbered by
@@ -149,21 +140,15 @@ def train_reweighting(
         start: Beta at the start, 0 by default. An axis of length 1 is shared: (layer, 1, anchor)
             learns a value for each layer and label word, (layer, 1, 1) a value for each layer.
 
-    Returns:
-        The beta with its losses, for ``reweight_anchors(model, batch, beta)``. If training
-        diverges, the beta is that of the check before which the mean loss was lowest.
-
     Raises:
         PromptError: The prompts differ in their label words.
-        MetricError: The prompts have no true labels.
         HookError: ``start`` does not fit the model and the prompts.
 
     Examples:
         >>> training = al.contexts.Training(steps=4, progress=False)
         >>> beta = al.contexts.train_reweighting(model, batches, training)
-        >>> loaded = al.contexts.Beta.load(beta.save(folder / "beta.safetensors"))
         >>> results = al.run(model, batches, [al.Accuracy()], progress=False,
-        ...     hooks=lambda batch: al.reweight_anchors(model, batch, loaded))
+        ...     hooks=lambda batch: al.reweight_anchors(model, batch, beta))
     """
     about, made_of = "re-weighting", () if start is None else (start,)
     steps, adam = 10 * len(batches), partial(torch.optim.Adam, lr=0.01)
@@ -186,14 +171,13 @@ def train_reweighting(
             parameter = _parameter(model, shape, start)
             ready = {id(batch): _all_but_target(model, batch) for batch in run.batches}
             trainable = _TrainedBeta(parameter, ready)
-            plain = [QueryPass(after, prefix) for after, prefix in ready.values()]
-            vanilla = start_loss = _mean_loss(model, loss, plain)
+            vanilla = start_loss = _mean_loss(model, loss, ready.values())
             if start is not None:
                 passes = (trainable.query_pass(model, batch) for batch in run.batches)
                 start_loss = _mean_loss(model, loss, passes)
         (best,), record = run.take_steps(trainable, start_loss)
         rounds = [losses.double().mean() for losses in record.losses.split(len(run.batches))]
-        whole = sum(prefix is None for _, prefix in ready.values())
+        whole = sum(each.prefix is None for each in ready.values())
         shared = "everything before the target, run once for all rounds"
         if whole:
             shared = f"off for {whole} of {len(ready)} batches: other logits after a cached prefix"
@@ -214,17 +198,17 @@ class _TrainedBeta(Trainable):
     """A beta that is learned."""
 
     beta: Float[Tensor, "_ _ _"]  # an axis of length 1 is shared
-    # By the ``id`` of each batch: it after everything before its targets, and the prefix of that.
-    ready: Mapping[int, tuple[PromptBatch, KeyValues | None]]
+    ready: Mapping[int, QueryPass]  # by the ``id`` of each batch, without hooks
 
     @property
     def parameters(self) -> list[Tensor]:
         return [self.beta]
 
     def query_pass(self, model: HookedModel, batch: PromptBatch) -> QueryPass:
-        after, prefix = self.ready[id(batch)]
-        shape = (model.cfg.n_layers, model.cfg.n_heads, after.label_positions.shape[1])
-        return QueryPass(after, prefix, reweight_anchors(model, after, self.beta.expand(shape)))
+        ready = self.ready[id(batch)]
+        shape = (model.cfg.n_layers, model.cfg.n_heads, ready.batch.label_positions.shape[1])
+        hooks = reweight_anchors(model, ready.batch, self.beta.expand(shape))
+        return replace(ready, hooks=hooks)
 
     def backward(self, model: HookedModel, batch: PromptBatch, loss: LossOfBatch) -> float:
         if not (self.beta < inf).all():  # the step before was too large
@@ -312,7 +296,6 @@ def reweight_demonstrations(
     The answers are those of ``reweight_anchors`` on whole prompts.
 
     Args:
-        model: A hooked model; its attention hooks are verified at first use.
         demonstrations: Any batch of ``build_prompts`` with these demonstrations.
         beta: From ``train_reweighting``, or the logarithm of the factors.
 
@@ -324,8 +307,6 @@ def reweight_demonstrations(
     Examples:
         >>> beta = torch.zeros(model.cfg.n_layers, model.cfg.n_heads, len(demos))
         >>> context = al.contexts.reweight_demonstrations(model, batch, beta)
-        >>> context.logits(model, batch).shape[0] == len(batch)
-        True
     """
     ensure_prepared(model)
     check_batch(demonstrations)
@@ -333,15 +314,12 @@ def reweight_demonstrations(
     return ReweightedContext(compress(model, demonstrations, everything), beta)
 
 
-def _all_but_target(model: HookedModel, batch: PromptBatch) -> tuple[PromptBatch, KeyValues | None]:
-    """A batch after everything before its targets, and that prefix, for any number of passes.
-
-    The unchanged batch and None if logits after the prefix could be other ones.
-    """
+def _all_but_target(model: HookedModel, batch: PromptBatch) -> QueryPass:
+    """A batch after everything before its targets; whole if logits after that could be others."""
     left = batch.padded_left()
     ready = left.after(int(left.target_positions.min()))
     before = left.before(ready.first_query)
     alike = rotate_alike(model, longest_prompt(before), longest_prompt(left))
     if has_user_hooks(model) or why_not_shared(model) or not alike:
-        return batch, None
-    return ready, run_prefix(model, before)
+        return QueryPass(batch, None)
+    return QueryPass(ready, run_prefix(model, before))

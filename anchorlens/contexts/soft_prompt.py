@@ -8,7 +8,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from ..errors import ModelError, PromptError
-from ..models.hooked import Hook, HookedModel
+from ..models.hooked import HookedModel
 from ..models.kv_cache import KeyValues
 from ..models.optimizers import Adafactor
 from ..models.tiny_pass import relative_difference
@@ -20,7 +20,7 @@ from ..system.arguments import check_counts, checked
 from ..system.processes import gather_from_processes
 from ..system.torch_state import gradient_mode
 from .compressed import ROUNDINGS
-from .embedded import embeddings_of, prefix_of_tokens, replaced_embeddings, start_tokens
+from .embedded import embeddings_of, prefix_of_tokens, put_embeddings, start_tokens
 from .prefix import PrefixContext, drawn_tokens
 from .protocol import QueryPass, queries_after
 from .training import Trainable, Training, TrainingRecord, TrainingRun
@@ -29,8 +29,6 @@ from .training import Trainable, Training, TrainingRecord, TrainingRun
 @dataclass(frozen=True, eq=False, repr=False, kw_only=True)
 class SoftPrompt(PrefixContext):
     """Embeddings that stand before a query, with the keys and values that the model made of them.
-
-    Queries are answered from the keys and values, as after every ``PrefixContext``.
 
     Attributes:
         embeddings: The learned embeddings after the BOS, in the space of ``hook_embed``.
@@ -62,9 +60,6 @@ def train_soft_prompt(
             tokens by default. ``al.contexts.hard_prompts.class_words(batches)`` gives those of the
             label words.
 
-    Returns:
-        The soft prompt with its training record.
-
     Raises:
         PromptError: ``length`` is below 1, or ``start`` is not a list of token ids.
         ModelError: The model reads tokens elsewhere than at ``hook_embed``.
@@ -73,8 +68,6 @@ def train_soft_prompt(
         >>> training = al.contexts.Training(steps=2, progress=False)
         >>> prompt = al.train_soft_prompt(model, batches[:1], training, held_out=batches[1:],
         ...     length=2)
-        >>> prompt.embeddings.shape == (2, model.cfg.d_model)
-        True
     """
     check_counts(PromptError, length=length)
     begin = "random tokens" if start is None else f"tokens {list(start)}"
@@ -85,9 +78,10 @@ def train_soft_prompt(
         random = drawn_tokens(model, length, training.seed)
         tokens = torch.cat([bos, random if start is None else start_tokens(model, start, length)])
         run.check(tokens)
-        _check_reads_embeddings_alone(model, batch, tokens, len(bos))
         with gradient_mode(True):
-            embeddings = embeddings_of(model, batch, tokens)[len(bos) :].requires_grad_()
+            embeddings = embeddings_of(model, batch, tokens)[len(bos) :]
+            _check_reads_embeddings_alone(model, batch, tokens, embeddings)
+            embeddings.requires_grad_()
         trainable = _TrainedEmbeddings(bos, embeddings)
         (best,), record = run.take_steps(trainable)
         prompt = SoftPrompt(
@@ -119,7 +113,7 @@ class _TrainedEmbeddings(Trainable):
     def backward(self, model: HookedModel, batch: PromptBatch, loss: LossOfBatch) -> float:
         """Through the model, which computes keys and values from the embeddings."""
         queries = queries_after(batch, self.tokens)
-        hooks = [self._hook(self.embeddings)]
+        hooks = [put_embeddings(self.embeddings, len(self.bos))]
         return mean_loss_with_gradient(model, queries, loss, self.parameters, hooks=hooks)
 
     def query_pass(self, model: HookedModel, batch: PromptBatch) -> QueryPass:
@@ -130,21 +124,18 @@ class _TrainedEmbeddings(Trainable):
         self, model: HookedModel, batch: PromptBatch, embeddings: Float[Tensor, "length d_model"]
     ) -> KeyValues:
         """Keys and values that the model makes of embeddings after the BOS."""
-        return prefix_of_tokens(model, batch, self.tokens, hooks=[self._hook(embeddings)])
-
-    def _hook(self, embeddings: Float[Tensor, "length d_model"]) -> Hook:
-        return replaced_embeddings(embeddings, len(self.bos))
+        hooks = [put_embeddings(embeddings, len(self.bos))]
+        return prefix_of_tokens(model, batch, self.tokens, hooks=hooks)
 
 
 def _check_reads_embeddings_alone(
-    model: HookedModel, batch: PromptBatch, tokens: Int[Tensor, " position"], n_bos: int
+    model: HookedModel, batch: PromptBatch, tokens: Int[Tensor, " _"], embeddings: Tensor
 ) -> None:
     """Raise an error if other tokens with the embeddings of these ones give other logits."""
-    prompt = batch.prompt(0)
+    prompt, n_bos = batch.prompt(0), len(tokens) - len(embeddings)
     expected = run_pass(model, queries_after(prompt, tokens))
-    embeddings = embeddings_of(model, prompt, tokens)[n_bos:]
     placeholders = torch.cat([tokens[:n_bos], torch.zeros_like(tokens[n_bos:])])
-    hooks = [replaced_embeddings(embeddings, n_bos)]
+    hooks = [put_embeddings(embeddings, n_bos)]
     logits = run_pass(model, queries_after(prompt, placeholders), hooks=hooks)
     difference = relative_difference(logits, expected)
     if not difference <= tolerance(model, ROUNDINGS):

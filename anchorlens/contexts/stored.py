@@ -31,13 +31,7 @@ _C = TypeVar("_C", bound="StoredContext")
 
 @dataclass(frozen=True, eq=False, repr=False, kw_only=True)
 class StoredContext(KeepsRepr, Context):
-    """Keys and values before a query; the fields of subclasses are stored with them.
-
-    Attributes:
-        prefix: The keys and values.
-        tokens: The tokens to which they belong.
-        info: Where they come from.
-    """
+    """Keys and values before a query; the fields of subclasses are stored with them."""
 
     prefix: KeyValues
     tokens: Int[Tensor, " position"]
@@ -77,10 +71,7 @@ class StoredContext(KeepsRepr, Context):
 
     @checked
     def save(self, path: str | Path) -> Path:
-        """Write the context into one safetensors file, with a digest of its contents.
-
-        Returns:
-            The path, for ``load_context``.
+        """Write the context into one safetensors file, for ``load_context``; returns the path.
 
         Raises:
             StoreError: Json cannot hold ``info``, or the file cannot be written.

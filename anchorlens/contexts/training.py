@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from math import inf, isfinite, nan
 from pathlib import Path
-from typing import Any, ClassVar, NamedTuple, Protocol, runtime_checkable
+from typing import Any, ClassVar, Protocol, runtime_checkable
 
 import plotly.graph_objects as go
 import torch
@@ -77,10 +77,9 @@ class TrainingRecord(Record):
     @property
     def best(self) -> int:
         """Index of the best check: the highest accuracy, then the lowest loss, then the first."""
-        losses = self.held_out_loss.nan_to_num(nan=inf)
-        pairs = zip(self.held_out_accuracy.tolist(), losses.tolist(), strict=True)
-        ranks = [(-accuracy, loss) for accuracy, loss in pairs]
-        return min(range(len(ranks)), key=ranks.__getitem__)
+        accuracies = self.held_out_accuracy.tolist()
+        losses = self.held_out_loss.nan_to_num(nan=inf).tolist()
+        return min(range(len(losses)), key=lambda check: (-accuracies[check], losses[check]))
 
     @property
     def best_accuracy(self) -> Float[Tensor, ""]:
@@ -109,9 +108,9 @@ class Training:
 
     Every trainer takes ``model``, a hooked model that stays as it is, ``batches``, training prompts
     with their true labels, and ``held_out``, other prompts with theirs. Each batch is a step. What
-    is trained takes the place of the demonstrations, which are not run: only the queries are. A BOS
-    stays before it. Returned is what had the highest accuracy on held-out queries at a check, of
-    equal ones the lowest loss. If training diverges, it stops with a warning.
+    is trained takes the place of the demonstrations: only the queries are run. A BOS stays before
+    it. Returned is, with its training record, what had the highest accuracy on held-out queries at
+    a check, of equal ones the lowest loss. If training diverges, it stops with a warning.
 
     Every trainer raises a PromptError if there are no training or held-out prompts, both have the
     same query, or a prompt has no true label or does not fit the model; a MetricError if a setting
@@ -119,15 +118,14 @@ class Training:
     or it takes no key-value cache; and a StoreError if the folder is of another training.
 
     Attributes:
-        steps: Number of optimizer steps, each with one batch; 0 returns the start. By default 300,
-            and for re-weighting 10 rounds over all batches.
+        steps: Number of optimizer steps; 0 returns the start. By default 300, and for re-weighting
+            10 rounds over all batches.
         optimizer: Function from the list of parameters to their optimizer of ``torch.optim``. By
             default that of the trainer.
         clip: Largest norm of the gradient over all parameters. By default 1, and for re-weighting
             infinity, which is no limit.
         check_every: Steps from one check to the next.
-        seed: Seeds the order of the batches and what the trainer draws. The global random state is
-            not touched.
+        seed: Of the order of the batches and of what the trainer draws.
         loss: Function of (logits, batch) to a number for each prompt.
         folder: Where the state is stored at every check, so that the same call after an
             interruption continues from there.
@@ -136,8 +134,6 @@ class Training:
     Examples:
         >>> training = al.contexts.Training(steps=2, check_every=1, progress=False)
         >>> prompt = al.train_soft_prompt(model, batches[:1], training, held_out=batches[1:])
-        >>> prompt.training.checked_steps
-        tensor([0, 1, 2])
     """
 
     steps: int | None = None
@@ -203,11 +199,9 @@ def train_context(
     *,
     held_out: Sequence[PromptBatch],
 ) -> tuple[list[Tensor], TrainingRecord]:
-    """Train a context of your own; ``Training`` explains the arguments and the errors.
+    """Train a context of your own, by default with Adam at learning rate 0.003.
 
-    Args:
-        trainable: What is trained; its parameters are changed.
-        training: How to train; the optimizer is Adam with learning rate 0.003 by default.
+    ``Training`` explains the other arguments and the errors. The parameters are changed.
 
     Returns:
         What ``trainable.candidate`` gave at the best check: by default copies of the parameters.
@@ -241,15 +235,12 @@ class TrainingRun:
         training: Training,
         optimizer: MakeOptimizer,
         about: str,
-        made_of: tuple[Any, ...] = (),
+        made_of: Sequence[Any] = (),
         *,
         steps: int = 300,
         clip: float = 1.0,
     ) -> "TrainingRun":
-        """A training with the defaults of its trainer; ``made_of`` decides the result too.
-
-        Without held-out prompts the last step counts.
-        """
+        """A training with the defaults of its trainer; ``made_of`` decides the result too."""
         for name, prompts in (("training", batches), ("held-out", held_out)):
             if prompts is not None and not prompts:
                 raise PromptError(
@@ -299,10 +290,7 @@ class TrainingRun:
         return bos_of(self.batches[0])
 
     def check(self, tokens: Int[Tensor, " position"]) -> None:
-        """Raise an error for prompts with which training would fail or mislead.
-
-        ``tokens`` are as many as will stand before a query, with the BOS.
-        """
+        """Raise an error for prompts with which training after so many tokens fails or misleads."""
         model, prompts, loss = self.study.model, self.study.batches, self.training.loss
         check_queries(model, prompts, len(tokens))
         refuse_folded_value_biases(model)
@@ -315,8 +303,7 @@ class TrainingRun:
             raise PromptError(
                 "training needs the true label of each query; give queries with labels"
             )
-        both = set(query_digests(self.batches)) & set(query_digests(self.held_out))
-        if both:
+        if both := {*query_digests(self.batches)} & {*query_digests(self.held_out)}:
             raise PromptError(
                 f"{len(both)} held-out queries are training queries too, so that their accuracy "
                 "would be too high; hold out other queries"
@@ -362,9 +349,10 @@ class TrainingRun:
             if (stored := file.read(trainable)) is None:
                 file.write(state, trainable, optimizer)
             else:
-                self._require_same_start(state, stored.state, trainable, file)
-                state = stored.state
-                file.put(stored, trainable, optimizer)
+                before, tensors = stored
+                self._require_same_start(state, before, trainable, file)
+                file.put(tensors, trainable, optimizer)
+                state = before
             done = len(state.losses)
             shown: dict[str, Any] = {"title": "training", "unit": " steps", "disable": quiet}
             with Bar(total=self.steps, initial=done, **shown) as bar:
@@ -399,11 +387,11 @@ class TrainingRun:
         self, start: "_State", stored: "_State", trainable: Trainable, file: "_StateFile"
     ) -> None:
         """Compute the first numbers again: a fingerprint does not tell what a model does."""
-        computed, before = [*start.held_out_losses], stored.held_out_losses[:1]
+        computed = [*start.held_out_losses]
+        before = [*stored.held_out_losses[:1], *stored.losses[:1]]
         if stored.losses:
             first = self.batches[trainable.order(0, self.count, self.training.seed)[0]]
             computed.append(trainable.backward(self.study.model, first, self.training.loss))
-            before = [*before, stored.losses[0]]
             for parameter in trainable.parameters:
                 parameter.grad = None
         pairs = [{"losses": torch.tensor(each, device="cpu")} for each in (before, computed)]
@@ -498,21 +486,6 @@ class _State:
         return _mean(self.losses[-window:]) > start + _TOO_HIGH * max(abs(start), 1.0)
 
 
-_DTYPES = {
-    "losses": torch.double,
-    "checked": torch.long,
-    "accuracies": torch.double,
-    "held_out_losses": torch.double,
-}
-
-
-class _Stored(NamedTuple):
-    """What a file holds."""
-
-    state: _State
-    tensors: Mapping[str, Tensor]  # of the parameters and the optimizer, too
-
-
 @dataclass(frozen=True)
 class _StateFile:
     """A file that holds the state of one training, or none without a folder."""
@@ -534,8 +507,8 @@ class _StateFile:
         warn_of_unknown(folder, unknown)
         return cls(folder / "training.safetensors", facts, not unknown)
 
-    def read(self, trainable: Trainable) -> "_Stored | None":
-        """What is stored, if it may be used."""
+    def read(self, trainable: Trainable) -> tuple[_State, Mapping[str, Tensor]] | None:
+        """The state and the tensors that are stored, if they may be used."""
         if self.path is None or not kind_of(self.path):
             return None
         bytes_of(self.path)  # an error if it cannot be read
@@ -553,22 +526,24 @@ class _StateFile:
             if not different:
                 now = enumerate(trainable.candidate())
                 best = [tensors[f"best.{n}"].to(each.device).view_as(each) for n, each in now]
-                state = _State(**{name: tensors[name].tolist() for name in _DTYPES}, best=best)
+                state = _State(**header["numbers"], best=best)
                 if state.checked[-1] != len(state.losses) or state.record().misfit():
                     raise ValueError("numbers of other steps than were taken")
-                return _Stored(state, tensors)
+                return state, tensors
         raise StoreError(
             f"{self.path} is of a training with another {', '.join(different)}; use another "
             "folder, or start over in this one: delete the file"
         )
 
-    def put(self, stored: "_Stored", trainable: Trainable, optimizer: Optimizer) -> None:
+    def put(
+        self, tensors: Mapping[str, Tensor], trainable: Trainable, optimizer: Optimizer
+    ) -> None:
         """Put what is stored into the parameters and the optimizer."""
         with self._of_this_version():
             with gradient_mode(False):
                 for n, parameter in enumerate(trainable.parameters):
-                    parameter.copy_(stored.tensors[f"parameter.{n}"].view_as(parameter))
-            own = io.BytesIO(stored.tensors["optimizer"].numpy().tobytes())
+                    parameter.copy_(tensors[f"parameter.{n}"].view_as(parameter))
+            own = io.BytesIO(tensors["optimizer"].numpy().tobytes())
             optimizer.load_state_dict(torch.load(own, map_location="cpu", weights_only=True))
 
     @contextmanager
@@ -586,12 +561,9 @@ class _StateFile:
             return
         own = io.BytesIO()  # only the optimizer knows the form of its state
         torch.save(optimizer.state_dict(), own)
-        tensors = {
-            name: torch.tensor(getattr(state, name), dtype=dtype, device="cpu")
-            for name, dtype in _DTYPES.items()
-        }
-        tensors |= {f"best.{n}": tensor for n, tensor in enumerate(state.best)}
+        tensors = {f"best.{n}": tensor for n, tensor in enumerate(state.best)}
         tensors |= {f"parameter.{n}": tensor for n, tensor in enumerate(trainable.parameters)}
         tensors["optimizer"] = torch.frombuffer(bytearray(own.getvalue()), dtype=torch.uint8)
-        data = to_bytes_with_digest({"training": dict(self.facts)}, tensors)
-        write_atomically(self.path, data)
+        numbers = {name: value for name, value in vars(state).items() if name != "best"}
+        header = {"training": dict(self.facts), "numbers": numbers}
+        write_atomically(self.path, to_bytes_with_digest(header, tensors))

@@ -1,9 +1,4 @@
-"""All analyses of the paper for one task, in one call.
-
-1. Information flows, attention against prediction, and confusions of every batch.
-2. The same of a few prompts in models of the same architecture with random weights.
-3. Label words isolated in the first and in the last layers, with random controls.
-"""
+"""All analyses of the paper for one task, in one call."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -57,22 +52,17 @@ def analyse(
     """All analyses of a task: flows, attention, distances, and isolation at both ends.
 
     Where prompts give no result for a metric, a warning says why, and the others are computed.
+    Arguments and errors that are not named here are those of ``run``.
 
     Args:
-        model: A hooked model; its attention hooks are verified at first use.
         batches: Prompts of one task, from ``sample_prompts`` or ``build_prompts``.
         depth: Layers isolated at each end of the model; by default 5, or half of fewer than 10.
         draws: Random controls of each isolation.
         random_weights: Whether to draw models of the same architecture with random weights, three
             on a few prompts, whose numbers figures and claims show beside those of the model. By
             default of models up to 300 million parameters, because it takes a second model.
-        gradient_checkpointing: For long prompts; see ``run``.
-        resamples: Bootstrap resamples for the 95 % intervals; 0 for none.
         keep: Called with the name of each record and the record, as soon as it is computed; again
             with those of metrics after the models of random weights, whose numbers they then hold.
-        folder: Where what each batch contributed is stored; after an interruption the same call
-            goes on from there.
-        progress: Show a progress bar.
 
     Returns:
         The records of ``SaliencyFlows``, ``AttentionAUCROC`` and ``AnchorDistances`` by their
@@ -82,8 +72,6 @@ def analyse(
 
     Raises:
         HookError: The model has fewer layers than ``depth``.
-        PromptError: The prompts do not fit the model.
-        StoreError: ``folder`` holds another run, or files cannot be written there.
 
     Examples:
         >>> results = al.analyse(model, batches, depth=2, draws=2, progress=False)
@@ -98,21 +86,20 @@ def analyse(
     options: dict[str, Any] = {"resamples": resamples, "progress": progress}
     memory = {"gradient_checkpointing": gradient_checkpointing}
     costs = costs_of(model, batches, depth=depth, draws=draws, random_weights=random_weights)
-    with planned(costs):
-        with step(MODEL):
-            results = run_possible(model, batches, folder=folders[0], **memory, **options)
+    drawing: dict[str, Any] = {"asked": random_weights, "folder": store, "progress": progress}
+
+    def kept(results: Results) -> Results:
         for name, record in results.items():  # before anything can end the process
             keep(name, record)
-        results = with_random_models(
-            model, batches, METRICS, results, asked=random_weights, folder=store, progress=progress
-        )
-        for name, record in results.items():
-            keep(name, record)
+        return results
+
+    with planned(costs):
+        with step(MODEL):
+            results = kept(run_possible(model, batches, folder=folders[0], **memory, **options))
+        results = kept(with_random_models(model, batches, METRICS, results, **drawing))
         sweep = EdgeSweep.isolation(sites, draws=draws)
         with step(ISOLATION):
-            isolation = _answered(model, batches, [sweep], folder=folders[1], **options)
-        for name, record in isolation.items():
-            keep(name, record)
+            isolation = kept(_answered(model, batches, [sweep], folder=folders[1], **options))
     return Results({**results, **isolation})
 
 
@@ -147,15 +134,12 @@ def both_ends(
 
 
 def run_possible(model: HookedModel, batches: Sequence[PromptBatch], **options: Any) -> Results:
-    """Flows, attention and distances, as far as they have a result; a warning for each other.
-
-    The accuracy, which distances also give, is computed where there are none.
-    """
+    """Flows, attention and distances, as far as they have a result; a warning for each other."""
     metrics, reasons = possible(model, batches, METRICS)
     for name, reason in reasons.items():
         if is_main():
             warn_user(f"no result for {name}: {reason}")
-    if AnchorDistances.name in reasons:
+    if AnchorDistances.name in reasons:  # which also give the accuracy
         metrics += possible(model, batches, [Accuracy()])[0]
     return _answered(model, batches, metrics, **options)
 

@@ -18,9 +18,7 @@ from ..results.figure_parts import with_ends
 from ..results.record import Record
 from ..system.arguments import checked
 
-# Up to ALL_UP_TO classes all permutations are compared (7! = 5040); with more classes, a sample of
-# DRAWS permutations and the identity.
-ALL_UP_TO, DRAWS = 7, 5000
+ALL_UP_TO, DRAWS = 7, 5000  # classes whose permutations are all compared; of more classes a sample
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -63,11 +61,9 @@ class DiagnosisRecord(Record):
     def pairs(self) -> pd.DataFrame:
         """All pairs of classes as a table, the most confused first.
 
-        Returns:
-            A row for each pair: ``class`` and ``class_2``, ``predicted`` (distance) and ``actual``
-            (AUC-ROC) with their ranks among the pairs, ``predicted_rank`` and ``actual_rank``: 1 is
-            the most confused, equal values share their mean rank. Pairs without an AUC come last,
-            without a rank.
+        ``predicted`` (distance) and ``actual`` (AUC-ROC) have ranks among the pairs,
+        ``predicted_rank`` and ``actual_rank``: 1 is the most confused, equal values share their
+        mean rank. Pairs without an AUC come last, without a rank.
 
         Examples:
             >>> distances = al.run(model, batches, [al.AnchorDistances()], progress=False)
@@ -132,13 +128,11 @@ def diagnose(distances: Record, *, layer: int | None = None) -> DiagnosisRecord:
     with a fixed seed.
 
     Range:
-        ``correlation`` -1 to 1, NaN with two classes. ``p_value`` above 0 (at least 1/6 with three
-        classes, 1/24 with four) to 1.
+        ``correlation`` -1 to 1, NaN with two classes; ``p_value`` above 0 to 1.
 
     How to read:
         A correlation above 0 means that classes with near keys are confused. A small p-value means
-        that distance predicts confusion better than if the keys were assigned to the classes at
-        random.
+        that keys that are assigned to the classes at random would seldom predict as well.
 
     Pitfalls:
         The best of many layers correlates well by chance, and its p-value does not mean what it
@@ -154,12 +148,7 @@ def diagnose(distances: Record, *, layer: int | None = None) -> DiagnosisRecord:
         distances: The record of ``AnchorDistances``. A run over several sets of demonstrations
             (joined lists of batches) averages the distances over sets.
         layer: The layer to report, negative from the end. By default the record's
-            ``default_layer``, at two thirds of the depth. Give another only if you chose it before
-            you saw the correlations.
-
-    Returns:
-        Both matrices, and the correlation and p-value of every layer. Intervals come from
-        ``distances``; p-values have none. ``info`` has the number of permutations.
+            ``default_layer``, at two thirds of the depth.
 
     Raises:
         MetricError: The record does not come from ``AnchorDistances``.
@@ -170,10 +159,7 @@ def diagnose(distances: Record, *, layer: int | None = None) -> DiagnosisRecord:
         >>> other = al.sample_demonstrations(examples, seed=43)  # in another order
         >>> batches = batches + al.build_prompts(model.tokenizer, task, other, examples[-14:])
         >>> results = al.run(model, batches, [al.AnchorDistances()], progress=False)
-        >>> diagnosis = al.diagnose(results["anchor_distances"])
-        >>> diagnosis.predicted.shape, diagnosis.p_value.shape == (model.cfg.n_layers,)
-        (torch.Size([6, 6]), True)
-        >>> figure = diagnosis.plot()
+        >>> figure = al.diagnose(results["anchor_distances"]).plot()
     """
     n_layers = len(distances.anchor_distance)
     requested = int(distances.default_layer) if layer is None else layer

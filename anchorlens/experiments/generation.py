@@ -112,16 +112,7 @@ def trace_generation(
         >>> trace = al.trace_generation(model, pieces, max_new_tokens=3)
         >>> trace.flows.axis_names("segment")
         ('document', 'question', 'answer')
-        >>> len(trace.flows.loss)
-        3
         >>> page = al.plot_answer(trace.flows)  # a notebook shows what each token reads
-
-        What it writes without the document.
-
-        >>> def cut(batch):
-        ...     target, document = al.edges.target(batch), al.edges.segment(batch, "document")
-        ...     return al.block_edges(model, batch, al.edges.between(target, document))
-        >>> without = al.trace_generation(model, pieces, max_new_tokens=3, hooks=cut)
     """
     refuse_values(weight, "al.trace_generation")
     ensure_prepared(model)
@@ -201,7 +192,6 @@ def written_tokens(
 ) -> tuple[Tensor, Float[Tensor, "step vocab"]]:
     """The prompt with the tokens that the model writes after it, and the logits of these."""
     end = model.tokenizer.eos_token_id
-    device = device_of(model)
     defaults = {
         "do_sample": False,
         "verbose": False,
@@ -218,7 +208,7 @@ def written_tokens(
         hidden_warnings("`past_key_values` is deprecated", FutureWarning),
     ):
         written = model.generate(
-            prompt.tokens.to(device),
+            prompt.tokens.to(device_of(model)),
             max_new_tokens=count,
             return_type="tokens",
             output_logits=True,

@@ -1,9 +1,4 @@
-"""What each head adds to the answer: its mean output, written into prompts with shuffled labels.
-
-1. Mean outputs: one pass over prompts of the task reads what each head gives out at the target.
-2. Effects: in prompts whose demonstrations have shuffled labels, the output of one head after the
-   other is replaced by its mean, and the log-odds of the right answer are compared.
-"""
+"""What each head adds to the answer: its mean output, written into prompts with shuffled labels."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -96,26 +91,13 @@ class HeadEffectsRecord(Record):
 
     @checked
     def largest(self, count: int = 10) -> pd.DataFrame:
-        """The heads with the largest effects of each sign.
+        """The ``count`` heads with the largest effects of each sign, or as many as have it.
 
-        Args:
-            count: Heads of each sign; fewer are returned if not as many have this sign.
-
-        Returns:
-            A row for each head, writers first, then cancellers, each from the largest on:
-            ``sign`` (1 or -1), ``layer``, ``head``, ``effect``, ``low`` and ``high`` of its
-            interval (if there is one), and ``probability_effect``.
+        Writers come first, then cancellers, each from the largest on; ``low`` and ``high`` are the
+        interval of ``effect``, if there is one.
 
         Raises:
             MetricError: ``count`` is below 1.
-
-        Examples:
-            >>> mixed = al.relabeling.relabel(demos, task, al.relabeling.random(seed=0))
-            >>> queries = al.load_examples("questions")[:3]
-            >>> shuffled = al.build_prompts(model.tokenizer, *mixed, queries)
-            >>> record = al.head_effects(model, batches, shuffled, resamples=0, progress=False)
-            >>> writers = record.largest(3).query("sign > 0")[["layer", "head"]].values.tolist()
-            >>> cut = al.replace_heads(model, batch, 0.0, al.Site.of_heads(writers))
         """
         check_counts(MetricError, count=count)
         table = self.to_frame().query("quantity == 'effect'").rename(columns={"value": "effect"})
@@ -172,44 +154,38 @@ def head_effects(
     Cost:
         Layers times heads passes over each batch with shuffled labels. Each starts at the layer of
         the head, where that gives the same logits, and after the tokens that the prompts of a set
-        share: on average half the layers, of the query alone. One pass over each batch of the mean.
+        share. One pass over each batch of the mean.
 
     Source:
         Todd et al., *Function Vectors in Large Language Models* (ICLR 2024,
         [arXiv 2310.15213](https://arxiv.org/abs/2310.15213)): the average indirect effect, in
         probability, over several tasks. Log-odds and intervals are ours.
 
+    Arguments and errors that are not named here are those of ``run``.
+
     Args:
-        model: A hooked model; its attention hooks are verified at first use.
         batches: Prompts of the task over which outputs are averaged, with other queries.
         shuffled: Prompts from ``build_prompts`` whose demonstrations have labels in a random order:
             ``al.relabeling.relabel(demos, task, al.relabeling.random(seed))``, and queries with
             true labels.
-        resamples: Bootstrap resamples for the 95 % intervals; 0 for none.
-        folder: Stores what each batch contributed, in ``outputs`` and ``effects``; the same call
-            after an interruption continues from there.
-        progress: Show progress bars.
+        folder: It gets the folders ``outputs`` and ``effects``.
 
     Raises:
         MetricError: The queries of ``shuffled`` have no true labels.
         ModelError: The attention hooks do not act, value biases are folded, or the outputs of
-            single heads are not known (JetMoe; BitNet, whose norm mixes heads). A tiny pass finds
-            out at first use.
+            single heads are not known (JetMoe; BitNet, whose norm mixes heads).
         PromptError: The prompts do not fit the model, or have no label words.
-        StoreError: ``folder`` holds another run, or cannot be written into.
 
     Warns:
         UserWarning: A query is in both lists.
 
     Examples:
-        >>> task, examples = al.TASKS["questions"], al.load_examples("questions")
-        >>> queries = al.sample_queries(examples, 8, seed=0, exclude=demos)
-        >>> batches = al.build_prompts(model.tokenizer, task, demos, queries[:4])
         >>> mixed = al.relabeling.relabel(demos, task, al.relabeling.random(seed=0))
-        >>> shuffled = al.build_prompts(model.tokenizer, *mixed, queries[4:])
+        >>> queries = al.load_examples("questions")[:3]
+        >>> shuffled = al.build_prompts(model.tokenizer, *mixed, queries)
         >>> record = al.head_effects(model, batches, shuffled, resamples=0, progress=False)
-        >>> record.effect.shape == (model.cfg.n_layers, model.cfg.n_heads)
-        True
+        >>> writers = record.largest(3).query("sign > 0")[["layer", "head"]].values.tolist()
+        >>> cut = al.replace_heads(model, batch, 0.0, al.Site.of_heads(writers))
     """
     ensure_prepared(model)
     refuse_folded_value_biases(model)

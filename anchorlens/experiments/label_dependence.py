@@ -1,9 +1,4 @@
-"""What predicted labels follow: the truth, the model's own belief, or the labels of the prompt.
-
-1. Queries are answered alone, with the words of the task, and after each relabeling.
-2. An answer is compared with the true class, with the one alone, and with the class that the
-   relabeled demonstrations give to the true class.
-"""
+"""What predicted labels follow: the truth, the model's own belief, or the labels of the prompt."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -124,32 +119,29 @@ def label_dependence(
         Relabelings as in Min et al. (EMNLP 2022) and Wei et al. (2023). The formulas are ours;
         "override" has others elsewhere.
 
+    Arguments and errors that are not named here are those of ``run``.
+
     Args:
         model: A hooked model with its tokenizer.
         task: Template and label words.
         demonstrations: With true labels: one set, or one set for each query.
         queries: Examples with true labels.
         relabelings: Functions of ``al.relabeling`` by name, or your own. ``change`` compares with
-            the first (``info["compared_with"]``), usually ``al.relabeling.gold``.
+            the first, usually ``al.relabeling.gold``.
         batch_size: The most prompts of a batch.
-        resamples: Bootstrap resamples for the 95 % intervals; 0 for none.
-        folder: Stores what each batch contributed, in a folder for each relabeling and for queries
-            alone; the same call after an interruption, or with more relabelings, goes on there.
-        progress: Show progress bars.
+        folder: It gets a folder for each relabeling and for queries alone; a call with more
+            relabelings goes on there, too.
 
     Raises:
         PromptError: There is no relabeling, one changes more than labels and words, or as
             ``build_prompts``.
         MetricError: Queries have no true labels. All this is raised before any pass.
-        StoreError: ``folder`` holds another run, or cannot be written into.
 
     Examples:
         >>> queries = al.sample_queries(al.load_examples("questions"), 6, exclude=demos)
         >>> labels = {"gold": al.relabeling.gold, "flipped": al.relabeling.flipped()}
         >>> record = al.label_dependence(
         ...     model, task, demos, queries, labels, resamples=0, progress=False)
-        >>> record.table().index.to_list(), bool(record.prompt[0] == record.truth[0])
-        (['gold', 'flipped'], True)
     """
     ensure_prepared(model)
     if not relabelings or not all(name.strip() for name in relabelings):

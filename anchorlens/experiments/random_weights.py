@@ -1,9 +1,5 @@
 """The same analyses of models of the same architecture with random weights, as a control.
 
-1. Draw new weights for the architecture, as transformers starts a training.
-2. Run the metrics on a few of the prompts.
-3. Store the numbers of all draws beside those of the model, in ``info["of_random_models"]``.
-
 What such a model shows is shown by the architecture and the prompts alone.
 """
 
@@ -52,14 +48,7 @@ def with_random_models(
 ) -> Results:
     """The records with the numbers of models of random weights, or the reason why there are none.
 
-    Args:
-        model: The model of the records.
-        batches: Its prompts, of which the first few are used.
-        metrics: The metrics of the records.
-        records: Records of these metrics by name.
-        asked: True draws the weights of any model, None those of a small one, False none.
-        folder: Stores what each batch contributed, a folder for each seed.
-        progress: Show progress bars.
+    ``asked`` True draws the weights of any model, None those of a small one, False none.
     """
     reason = "left out" if asked is False else _why_not(model, asked is True)
     found: list[Mapping[str, Record]] = []

@@ -1,10 +1,4 @@
-"""Heads that read the document that a query asks for: QRHead's score, with a null query.
-
-1. s_j is the mean attention of the query's rows to a token j of a document, minus that of a null
-   query after the same documents.
-2. A head's score of a document is the sum of s_j over its tokens, without outliers below.
-3. A head's score is the mean over prompts of the sum over their right documents.
-"""
+"""Heads that read the document that a query asks for: QRHead's score, with a null query."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
@@ -112,7 +106,8 @@ def retrieval_heads(
     \qquad \text{score}(D) = \sum\limits_{j \in D, \; s_j > \mu - 2 \sigma} s_j ,
     $$
 
-    where mu and sigma are the mean and standard deviation (n - 1) of s over D.
+    where mu and sigma are the mean and standard deviation (n - 1) of s over D. The head's score is
+    the mean over prompts of the sum over their right documents.
 
     Range:
         Scores -1 to 1, ``raw`` and ``found`` 0 to 1.
@@ -130,23 +125,20 @@ def retrieval_heads(
         (2025, [arXiv 2506.09944](https://arxiv.org/abs/2506.09944)) and its code. There a document
         of one token has the score 0; here the token counts. ``found`` and the masking are ours.
 
+    Arguments and errors that are not named here are those of ``run``.
+
     Args:
-        model: A hooked model; its attention hooks are verified at first use.
         batches: Prompts of ``build_segments``, in which all named segments but the query are
             documents; or of ``build_prompts``, in which each demonstration is one.
         null: The same prompts in the same order with another query, such as "N/A".
         right: For each prompt the name of its right document, or several. By default, in prompts of
             a task, the demonstrations of the query's class.
         query: The segment with which the query begins, in prompts of segments.
-        resamples: Bootstrap resamples for the 95 % intervals; 0 for none.
-        folder: Stores what each prompt contributed; the same call after an interruption continues.
-        progress: Show a progress bar.
 
     Raises:
         PromptError: ``null`` has other documents or not as many prompts, a prompt has no query, no
             right or no other document, or a document stands after the query.
         MetricError: Queries have no true labels. All this is raised before any pass.
-        StoreError: ``folder`` holds another run, or cannot be written into.
 
     Examples:
         >>> queries = al.load_examples("questions")[-4:]
@@ -154,8 +146,6 @@ def retrieval_heads(
         >>> null = al.build_prompts(model.tokenizer, task, demos, ["N/A"] * 4)
         >>> record = al.retrieval_heads(model, prompts, null, resamples=0, progress=False)
         >>> lost = al.run(model, batches, [record.masking(top=2)], resamples=0, progress=False)
-        >>> bool(lost["retrieval_masking"].kl[0] > 0)
-        True
     """
     given, of_null = (_in_order(checked_batches(model, each)) for each in (batches, null))
     prompts, nulls = (_alone(each) for each in (given, of_null))

@@ -115,7 +115,6 @@ def step_flows(
     and is taken itself where an architecture has a norm or a projection between the two.
 
     Args:
-        model: A hooked model.
         batch: One prompt, such as ``batch.prompt(0)``.
         segment: The segment whose tokens are the steps.
         segments: See ``SegmentFlows``.
@@ -132,8 +131,6 @@ def step_flows(
         >>> pieces = [("question", "Who wrote it?"), ("answer", " Nobody knows.")]
         >>> [prompt] = al.build_segments(model.tokenizer, [pieces])
         >>> record = al.step_flows(model, prompt, "answer")
-        >>> record.read.shape[1:] == (model.cfg.n_layers, 2)
-        True
     """
     refuse_values(weight, "al.step_flows")
     ensure_prepared(model)

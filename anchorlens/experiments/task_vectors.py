@@ -1,10 +1,4 @@
-"""Task vectors: the state of one layer after demonstrations, written into prompts without them.
-
-1. Vectors: the residual stream after each layer at some positions of prompts with demonstrations,
-   averaged over prompts with other ("dummy") queries.
-2. Accuracy by layer: the vector of one layer after the other replaces the residual stream at the
-   same positions of prompts that do not tell the task: queries alone, or with shuffled labels.
-"""
+"""Task vectors: the state of one layer after demonstrations, written into prompts without them."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -75,10 +69,7 @@ class TaskVectorsRecord(Record):
     )
 
     def plot(self) -> go.Figure:
-        """Accuracy with the vector of each layer, beside that without it and after demonstrations.
-
-        Shaded areas are 95 % intervals.
-        """
+        """Accuracy with the vector of each layer, without it, and after demonstrations."""
         names = ["with the vector", str(self.info.get("written_into", "unchanged"))]
         names += ["after demonstrations"]
         return figures.lines_by_layer(
@@ -99,27 +90,12 @@ class TaskVectorsRecord(Record):
     ) -> list[Hook]:
         """Hooks that write the vectors of a layer in place of the residual stream after it.
 
-        Args:
-            model: The hooked model to which the hooks will be added.
-            batch: The prompts.
-            layer: The layer; negative numbers count from the end.
-            positions: Function of the batch to the positions: that of ``task_vectors``.
-
-        Returns:
-            Hooks for ``run_with_hooks``.
+        ``positions`` are those of ``task_vectors``; a negative ``layer`` counts from the end.
 
         Raises:
             HookError: The layer does not exist, or the vectors are of another model.
             MetricError: There are not as many positions in a prompt as vectors of a layer.
             PromptError: The prompts do not fit the model.
-
-        Examples:
-            >>> queries = al.load_examples("questions")[:3]
-            >>> tested = al.build_prompts(model.tokenizer, task, demos, queries)
-            >>> vectors = al.task_vectors(model, batches, tested, resamples=0, progress=False)
-            >>> alone = al.contexts.NoContext().query_pass(model, batch).batch  # the query alone
-            >>> hooks = vectors.hooks(model, alone, layer=1)
-            >>> logits = model.run_with_hooks(alone.tokens.to(model.cfg.device), fwd_hooks=hooks)
         """
         ensure_prepared(model)
         [number] = layer_numbers(model, layer)
@@ -176,16 +152,17 @@ def task_vectors(
         label words: use one set.
 
     Cost:
-        One pass over each batch of the mean, one over each of ``tested``, and a pass over the
-        queries alone (or over ``into``) for each layer.
+        One pass over each batch of the mean and of ``tested``, and for each layer one over the
+        queries alone (or over ``into``).
 
     Source:
         Hendel, Geva and Globerson, *In-Context Learning Creates Task Vectors* (EMNLP 2023 Findings,
         [arXiv 2310.15916](https://arxiv.org/abs/2310.15916)), with one dummy query. The mean over
         several, label words and intervals are ours.
 
+    Arguments and errors that are not named here are those of ``run``.
+
     Args:
-        model: A hooked model; its attention hooks are verified at first use.
         batches: Prompts with demonstrations and other queries, from which vectors are read.
         tested: Prompts from ``build_prompts`` with the queries that are answered. Their own
             demonstrations are for comparison only.
@@ -194,35 +171,29 @@ def task_vectors(
             if the tokenizer adds one.
         positions: Function of the batch to what is read and written, as many positions in each
             prompt: ``al.edges.target``, or with ``into`` also label words, ``al.edges.anchors``.
-        resamples: Bootstrap resamples for the 95 % intervals; 0 for none.
-        folder: Stores what each batch contributed, in ``vectors``, ``demonstrations`` and
-            ``written``; the same call after an interruption continues from there.
-        progress: Show progress bars.
+        folder: It gets the folders ``vectors``, ``demonstrations`` and ``written``.
 
     Raises:
         MetricError: Queries have no true labels, or ``positions`` gives not as many positions in
             each prompt, as label words in queries alone. It is raised before any pass.
         PromptError: The prompts do not fit the model, have no label words, or ``into`` has other
             queries than ``tested``.
-        ModelError: The attention hooks do not act.
-        StoreError: ``folder`` holds another run, or cannot be written into.
 
     Warns:
         UserWarning: A query is in ``batches`` and in ``tested``.
 
     Examples:
-        >>> task, examples = al.TASKS["questions"], al.load_examples("questions")
-        >>> queries = al.sample_queries(examples, 8, seed=0, exclude=demos)
-        >>> batches = al.build_prompts(model.tokenizer, task, demos, queries[:4])
-        >>> tested = al.build_prompts(model.tokenizer, task, demos, queries[4:])
+        >>> queries = al.load_examples("questions")[:3]
+        >>> tested = al.build_prompts(model.tokenizer, task, demos, queries)
         >>> vectors = al.task_vectors(model, batches, tested, resamples=0, progress=False)
-        >>> vectors.accuracy.shape == (model.cfg.n_layers,)
-        True
+        >>> alone = al.contexts.NoContext().query_pass(model, batch).batch  # the query alone
+        >>> hooks = vectors.hooks(model, alone, layer=1)
+        >>> logits = model.run_with_hooks(alone.tokens.to(model.cfg.device), fwd_hooks=hooks)
 
         Label words after shuffled labels are replaced by those after true labels.
 
         >>> mixed = al.relabeling.relabel(demos, task, al.relabeling.random(seed=0))
-        >>> shuffled = al.build_prompts(model.tokenizer, *mixed, queries[4:])
+        >>> shuffled = al.build_prompts(model.tokenizer, *mixed, queries)
         >>> at_labels = al.task_vectors(model, batches, tested, into=shuffled,
         ...     positions=al.edges.anchors, resamples=0, progress=False)
     """

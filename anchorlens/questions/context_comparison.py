@@ -1,7 +1,7 @@
 """Contexts compared: what stands before a query, what it gives, and what it costs."""
 
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, field, replace
 from functools import partial
 from itertools import product
@@ -170,10 +170,7 @@ class ContextsRecord(Record):
         return [f"{control}, mean of draws", f"{control}, best draw"]
 
     def table(self) -> TextFrame:
-        """The main numbers as text, with intervals: a row for each context.
-
-        After random controls there are also their mean and the best of them.
-        """
+        """The main numbers with intervals: a row for each context, then mean and best controls."""
 
         def texts(name: str) -> list[str]:
             fixed = {k: value for k in range(len(self.accuracy)) if (value := self._known(name, k))}
@@ -246,10 +243,7 @@ class ContextsRecord(Record):
         return known.get(name, "") if self._is_whole(context) else ""
 
     def plot(self) -> go.Figure:
-        """Accuracy after each context, and below it loyalties; random controls are small dots.
-
-        The demonstrations are loyal to themselves by definition, and have no point there.
-        """
+        """Accuracy after each context, and below it loyalties; random controls are small dots."""
         fields, groups = ("accuracy", "label_loyalty", "word_loyalty"), [*self.info["contexts"]]
         controls = torch.stack([getattr(self, f"random_{name}").double() for name in fields])
         groups += ["random"] * bool(controls.numel())
@@ -258,7 +252,7 @@ class ContextsRecord(Record):
         sizes = *shape, controls.shape[1]
         draws = torch.full(sizes, nan, dtype=torch.double, device="cpu")
         for (row, name), k in product(enumerate(fields), range(len(self.accuracy))):
-            if name == "accuracy" or not self._is_whole(k):
+            if name == "accuracy" or not self._is_whole(k):  # loyal to itself by definition
                 number = self.estimate(name, k)
                 values[row, k, 0], low[row, k, 0] = number.value, number.low
                 high[row, k, 0] = number.high
@@ -291,13 +285,11 @@ class ContextComparison(Question):
     times.
 
     Range:
-        Accuracy, loyalties and stolen attention 0 to 1, gains and gaps -1 to 1, KL 0 or more. With
-        re-weighted label words stolen attention can be above 1.
+        Accuracy, loyalties and stolen attention 0 to 1, gains and gaps -1 to 1, KL 0 or more.
 
     How to read:
-        A gain above 0 means that the context answers better than the first one, or than the
-        demonstrations. High loyalties and a low KL mean that it answers as the demonstrations do,
-        right or wrong. ``label_gap`` above 0: the label words in particular carry what is needed.
+        High loyalties and a low KL mean that the context answers as the demonstrations do, right or
+        wrong. ``label_gap`` above 0: the label words in particular carry what is needed.
 
     Pitfalls:
         A context that was trained on the queries is refused. One random draw is no control. The
@@ -319,35 +311,24 @@ class ContextComparison(Question):
         random: Random controls of your own, beside those that are drawn, such as those of
             ``al.contexts.hard_prompts.random``.
         repeats: Number of timed passes of each context, after one that is not timed; 0 for no
-            times.
-        name: Key of the result.
-
-    The record has accuracy, gains, loyalties, KL, bytes, times and stolen attention of each
-    context; with draws also the numbers of each control, the best control, and the gaps to their
-    mean. Times are measured again by each call.
+            times. Each call measures them again.
 
     Raises:
-        PromptError: There are no contexts, a name is no text, a value is neither a context nor a
-            function that gives one, a context was trained on queries of the prompts, it does not
-            fit the prompts, or demonstrations are too short for a control.
+        PromptError: ``contexts`` are none by name, one was trained on queries of the prompts or
+            does not fit them, or demonstrations are too short for a control.
         ModelError: A context was made with another model.
         MetricError: The prompts have no true labels, or ``draws`` or ``repeats`` is below 0.
-        StoreError: The folder is of another run.
 
     Examples:
         >>> contexts = {"none": al.contexts.NoContext(), "anchors only": al.compress}
         >>> results = al.run(model, batches, [al.ContextComparison(contexts)], progress=False)
         >>> results["contexts"].table().index.to_list()
         ['none', 'anchors only']
-        >>> bool(results["contexts"].bytes_stored[1] > 0)
-        True
 
         How much of the demonstrations' answers stays, beside as many random words (Table 2).
 
         >>> asked = al.ContextComparison({"anchors only": al.compress}, draws=3)
         >>> record = al.run(model, batches, [asked], progress=False)["contexts"]
-        >>> record.random_label_loyalty.shape, record.label_gap.shape
-        (torch.Size([3]), torch.Size([1]))
     """
 
     contexts: Mapping[str, Context | MakeContext]
@@ -378,7 +359,16 @@ class ContextComparison(Question):
     def of_run(self, model: HookedModel, batches: Sequence[PromptBatch]) -> Question:
         """With the contexts of each set of demonstrations, made when they are needed."""
         digests = set(query_digests(batches))
-        _check_prompts(model, batches, {**self.contexts, **self._random}, digests)
+        for batch in batches:
+            require_gold(batch.gold, "accuracy")
+        for name, context in {**self.contexts, **self._random}.items():
+            if is_context(context):
+                _check_fits(model, name, context, batches, digests)
+            elif any(only_set(batch) is None for batch in batches):
+                raise PromptError(
+                    f"{name!r} makes a context for each set of demonstrations, but a batch has "
+                    "several; call build_prompts for each set and join the lists"
+                )
         controls = [self.control(number) for number in range(self.seed, self.seed + self.draws)]
         for batch in batches if controls else ():
             checked_selections(controls, batch, model)
@@ -402,8 +392,34 @@ class _Comparison(Question):
     record: ClassVar = ContextsRecord
 
     def of_batch(self, passes: Passes, batch: PromptBatch) -> dict[str, Tensor]:
-        contexts, drawn = self.contexts_for(passes.model, batch)
-        return _numbers_of_batch(passes.model, batch, passes.clean(batch), contexts, drawn)
+        model = passes.model
+        contexts, controls = self.contexts_for(model, batch)
+        gold, whole_logits = require_gold(batch.gold, "accuracy"), passes.clean(batch)
+        whole = next_tokens(whole_logits, batch.label_scores(whole_logits))
+
+        def correct(scores: Tensor) -> Float[Tensor, " batch"]:
+            return (predicted_class(scores.cpu()) == gold).double()
+
+        def of_logits(logits: Tensor) -> dict[str, Tensor]:
+            scores = batch.label_scores(logits)
+            loyalties = loyalty_contributions(whole, next_tokens(logits, scores))
+            return loyalties | {"correct": correct(scores)}
+
+        collected: dict[str, list[Tensor]] = {f"random_{name}": [] for name in _OF_QUERIES}
+        for context in contexts:
+            bytes_stored = fitted(f"size of {type(context).__name__}", context.size, float)
+            size = torch.full((len(batch),), bytes_stored, dtype=torch.double, device="cpu")
+            logits, stolen = _logits_and_stolen(model, batch, query_pass_of(context, model, batch))
+            numbers = of_logits(logits) | {"bytes_stored": size, "stolen": stolen}
+            for name, values in numbers.items():
+                collected.setdefault(name, []).append(values)
+        for control in controls:
+            numbers = of_logits(query_pass_of(control, model, batch).logits(model))
+            for name in _OF_QUERIES:
+                collected[f"random_{name}"].append(numbers[name])
+        none = torch.zeros(len(batch), 0, dtype=torch.double, device="cpu")
+        stacked = {name: torch.stack(all_, 1) if all_ else none for name, all_ in collected.items()}
+        return stacked | {"whole_correct": correct(batch.label_scores(whole_logits))}
 
     def contexts_for(
         self, model: HookedModel, batch: PromptBatch
@@ -459,36 +475,17 @@ def _check_contexts(contexts: Mapping[str, Context | MakeContext]) -> None:
             )
 
 
-def _check_prompts(
-    model: HookedModel,
-    batches: Sequence[PromptBatch],
-    contexts: Mapping[str, Context | MakeContext],
-    digests: Collection[int],
-) -> None:
-    """Raise an error for prompts that a context cannot answer, before the model runs."""
-    for batch in batches:
-        require_gold(batch.gold, "accuracy")
-    for name, context in contexts.items():
-        if not is_context(context):
-            if any(only_set(batch) is None for batch in batches):
-                raise PromptError(
-                    f"{name!r} makes a context for each set of demonstrations, but a batch has "
-                    "several; call build_prompts for each set and join the lists"
-                )
-            continue
-        _check_fits(model, name, context, batches, digests)
-
-
 def _check_fits(
     model: HookedModel,
     name: str,
     context: Context,
     batches: Sequence[PromptBatch],
-    digests: Collection[int],
+    digests: set[int],
 ) -> None:
+    """Raise an error for prompts that a context cannot answer, before the model runs."""
     try:
         refuse_another_model(model, context)
-        if both := set(info_of(context).get("queries_in_training", ())) & set(digests):
+        if both := digests.intersection(info_of(context).get("queries_in_training", ())):
             raise PromptError(
                 f"{len(both)} of these queries were used to train or to choose it, so that its "
                 "accuracy would be too high; compare contexts on other queries"
@@ -504,7 +501,7 @@ def _make(
     batch: PromptBatch,
     name: str,
     given: Context | MakeContext,
-    digests: Collection[int],
+    digests: set[int],
 ) -> Context:
     """A context for the demonstrations of a batch."""
     if is_context(given):
@@ -513,42 +510,6 @@ def _make(
     context: Context = fitted(f"what the function of {name!r} returns", made, Context)
     _check_fits(model, name, context, (), digests)
     return context
-
-
-def _numbers_of_batch(
-    model: HookedModel,
-    batch: PromptBatch,
-    whole_logits: Float[Tensor, "batch vocab"],
-    contexts: Sequence[Context],
-    controls: Sequence[Context],
-) -> dict[str, Tensor]:
-    """What each query contributes: contexts and controls, compared with the whole prompt."""
-    gold = require_gold(batch.gold, "accuracy")
-    whole = next_tokens(whole_logits, batch.label_scores(whole_logits))
-
-    def correct(scores: Tensor) -> Float[Tensor, " batch"]:
-        return (predicted_class(scores.cpu()) == gold).double()
-
-    def of_logits(logits: Tensor) -> dict[str, Tensor]:
-        scores = batch.label_scores(logits)
-        loyalties = loyalty_contributions(whole, next_tokens(logits, scores))
-        return loyalties | {"correct": correct(scores)}
-
-    collected: dict[str, list[Tensor]] = {f"random_{name}": [] for name in _OF_QUERIES}
-    for context in contexts:
-        bytes_stored = fitted(f"size of {type(context).__name__}", context.size, float)
-        size = torch.full((len(batch),), bytes_stored, dtype=torch.double, device="cpu")
-        logits, stolen = _logits_and_stolen(model, batch, query_pass_of(context, model, batch))
-        numbers = of_logits(logits) | {"bytes_stored": size, "stolen": stolen}
-        for name, values in numbers.items():
-            collected.setdefault(name, []).append(values)
-    for control in controls:
-        numbers = of_logits(query_pass_of(control, model, batch).logits(model))
-        for name in _OF_QUERIES:
-            collected[f"random_{name}"].append(numbers[name])
-    none = torch.zeros(len(batch), 0, dtype=torch.double, device="cpu")
-    stacked = {name: torch.stack(all_, 1) if all_ else none for name, all_ in collected.items()}
-    return stacked | {"whole_correct": correct(batch.label_scores(whole_logits))}
 
 
 def _logits_and_stolen(

@@ -1,12 +1,4 @@
-"""Loyalty with edges cut, and with as many random edges cut, at many sites.
-
-1. The clean run gives the likeliest tokens of each prompt.
-2. At each site one pass runs with the edges cut, and one for each draw of random edges. It begins
-   in the first layer of the site.
-3. Loyalty is how much of the likeliest tokens stays.
-
-To isolate label words is to cut the edges by which they collect (section 2.2 of the paper).
-"""
+"""Loyalty with edges cut, and with as many random edges cut, at many sites."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass
@@ -67,11 +59,11 @@ _LOYALTIES = ("label", "word")
 class EdgeSweepRecord(Record):
     """Loyalty with edges cut at each site, and with as many random edges cut.
 
-    ``info["sites"]`` has of each site by name the layers, the heads (None: all; or those of each
-    layer), whether edges to BOS stay, whether rows are renormalized, and how many layers its passes
-    skipped or why none. ``info["random_words"]`` of an isolation: how many words a draw takes, and
-    of how many. ``info["not_cut"]`` names what else carries tokens on, such as recurrent layers:
-    then these are numbers of the attention alone.
+    ``info["sites"]`` has of each site the layers, the heads (None: all), whether edges to BOS stay,
+    whether rows are renormalized, and how many layers its passes skipped or why none.
+    ``info["random_words"]`` of an isolation: how many words a draw takes, and of how many.
+    ``info["not_cut"]`` names what else carries tokens on, such as recurrent layers: then these are
+    numbers of the attention alone.
 
     Attributes:
         label_loyalty: Share of prompts whose predicted label (without label words, the likeliest
@@ -134,16 +126,10 @@ class EdgeSweepRecord(Record):
 
         Brackets are 95 % intervals and small dots single draws.
         """
-        of_kinds = [
-            with_ends(self, f"{kind}_loyalty", f"control_{kind}_loyalty", shaped=torch.t)
-            for kind in _LOYALTIES
-        ]
-        values = torch.stack([each["values"] for each in of_kinds])
-        none = torch.full_like(values, torch.nan)
-        low, high = (
-            none if of_kinds[0][end] is None else torch.stack([each[end] for each in of_kinds])
-            for end in ("low", "high")
-        )
+        fields = [f"{of}{kind}_loyalty" for kind in _LOYALTIES for of in ("", "control_")]
+        ends = with_ends(self, *fields, shaped=lambda numbers: numbers.unflatten(0, (2, 2)).mT)
+        none = torch.full_like(ends["values"], torch.nan)
+        low, high = (none if ends[end] is None else ends[end] for end in ("low", "high"))
         draws = [getattr(self, f"random_{kind}_loyalty").T for kind in _LOYALTIES]
         isolated = self.is_isolation
         what, done = ("label words", "isolated") if isolated else ("edges", "cut")
@@ -151,7 +137,7 @@ class EdgeSweepRecord(Record):
         others = self.info.get("not_cut")
         alone = f" in the attention alone ({others} still carry them)" if others else ""
         return figures.points(
-            values,
+            ends["values"],
             low,
             high,
             torch.stack(draws),
@@ -194,13 +180,14 @@ class EdgeSweep(Question):
         does In-context Learning Happen in Large Language Models?* (NeurIPS 2024), here with a
         random control.
 
-    Passes of a site that does not include the first layers begin with the output of the layers
-    before it in the clean run, where that gives the same logits. Memory holds the keys and values
-    of the demonstrations for every site and draw.
+    Passes begin with the output of the layers before the site in the clean run, where that gives
+    the same logits. Memory holds the keys and values of the demonstrations for every site and draw.
 
     Args:
         edges: Function of a batch to the edges to cut, as those of ``al.edges``.
-        sites: Layers and heads to cut in, by name: from functions of ``al.sites``, or by hand.
+        sites: Layers and heads to cut in, by name: from functions of ``al.sites``, or by hand, as
+            ``{"first 5": al.Site(range(5)), "head 3.1": al.Site(3, heads=1)}``; join them with
+            ``|``.
         control: Function (batch, edges, seed) to as many random edges, the same in all layers:
             ``al.edges.random_keys`` has other keys for the same queries, ``al.edges.random_edges``
             any other edges of the prompt, for sets that leave their queries too few other keys.
@@ -209,12 +196,11 @@ class EdgeSweep(Question):
             are cut, in as many random heads of the same layers.
         draws: Number of random controls. Use about 10: their loyalties vary widely.
         seed: Number of the first draw.
-        name: Key of the result.
 
     Raises:
-        HookError: A layer or head does not exist, there is no site, no prompt has an edge to cut,
-            ``edges`` or ``control`` is no function, or the prompts have too few other edges for the
-            control. It is raised before any pass.
+        HookError: A layer or head does not exist, there is no site, no prompt has an edge to cut, a
+            site has ``keep_bos`` for prompts without BOS, or the prompts have too few other edges
+            (or words) for the control. It is raised before any pass.
         PromptError: ``edges`` or ``control`` gives something else than edges from tokens to earlier
             tokens of the prompts.
         ModelError: The attention hooks do not act, or value biases are folded and a site
@@ -227,9 +213,6 @@ class EdgeSweep(Question):
         ...     al.edges.target(batch), al.edges.forerunners(batch))
         >>> sweep = al.EdgeSweep(read, al.sites.windows(model, 2), draws=2)
         >>> record = al.run(model, batches, [sweep], progress=False)["edge_sweep"]
-        >>> site = record.axis_names("site").index("layers 0 to 1")
-        >>> bool(0 <= record.word_loyalty[site] <= 1)
-        True
 
         The query reads no demonstration from layer j on.
 
@@ -279,51 +262,22 @@ class EdgeSweep(Question):
 
         The control isolates as many other positions of the demonstrations: no label words,
         instructions, BOS or first token; with ``whole_words=True`` as many as the label words have
-        tokens. A draw depends only on the seed and the tokens of the demonstrations, so it is the
-        same in all layers, batches and processes.
-
-        Range:
-            Loyalties 0 to 1; ``label_gap`` and ``word_gap``, the mean loyalty of the control
-            minus that of the label words, -1 to 1.
+        tokens (see ``isolate_labels``). A draw depends only on the seed and the tokens of the
+        demonstrations, so it is the same in all layers, batches and processes.
 
         How to read:
-            A low loyalty means that the model needs what was cut. A gap above 0 means that
-            it needs the label words in particular. The paper expects a low loyalty if the first
-            layers are cut, and one near 1 if the last are cut, because by then label words have
-            collected what they collect.
+            A gap above 0 means that the model needs the label words in particular. The paper
+            expects a low loyalty if the first layers are cut, and one near 1 if the last are cut,
+            because by then label words have collected what they collect.
 
         Pitfalls:
             The paper's prompts have no BOS. If a prompt has one, attention often rests on it,
-            and cutting that single edge may do much of the damage: report ``keep_bos=True`` too. A
-            single draw is no control, because loyalties of draws vary widely.
-
-        Source:
-            Section 2.2, Figure 4.
-
-        Args:
-            sites: Where to isolate, by name: from functions of ``al.sites``, or written by hand as
-                ``{"first 5": al.Site(range(5)), "head 3.1": al.Site(3, heads=1)}``; join them with
-                ``|``. Report both values of ``keep_bos`` where prompts begin with BOS.
-            draws: Number of random controls. Use about 10: their loyalties vary widely.
-            seed: Number of the first draw.
-            whole_words: See ``isolate_labels``.
-            name: Key of the result.
-
-        Raises:
-            ModelError: The attention hooks do not act, or value biases are folded and the site acts
-                after the softmax.
-            HookError: A layer does not exist, the site has ``keep_bos`` for prompts without BOS, or
-                the demonstrations have too few other words for the control. It is raised before any
-                pass.
+            and cutting that single edge may do much of the damage: report ``keep_bos=True`` too.
 
         Examples:
             >>> sites = al.sites.first_and_last(model, [1, 2]) | al.sites.single_heads(model, 0)
             >>> asked = [al.Accuracy(), al.EdgeSweep.isolation(sites, draws=2)]
-            >>> record = al.run(model, batches, asked, progress=False)["isolation"]
-            >>> site = record.axis_names("site").index("head 0.1")
-            >>> bool(record.word_loyalty[site] >= 0)
-            True
-            >>> figure = record.plot()
+            >>> figure = al.run(model, batches, asked, progress=False)["isolation"].plot()
         """
         edges, control = ISOLATIONS[whole_words]
         return cls(edges, sites, control=control, draws=draws, seed=seed, name=name)
@@ -334,48 +288,58 @@ class EdgeSweep(Question):
         check_counts(HookError, draws=self.draws)
 
     @property
-    def seeds(self) -> range:
-        """The numbers of the draws."""
-        return range(self.seed, self.seed + self.draws)
-
-    @property
     def is_isolation(self) -> bool:
         """Whether label words are isolated, with random words as control."""
         return (self.edges, self.control) in ISOLATIONS
 
-    def _cuts(self, model: HookedModel) -> dict[str, "Cut"]:
-        """What is cut at each site."""
-        return {name: Cut(model, site, self) for name, site in self.sites.items()}
+    def _cut(
+        self, model: HookedModel, site: Site, draw: int | None, batch: PromptBatch
+    ) -> Sequence[Hook]:
+        """Hooks that cut the edges, or as many random ones of a draw, or these in random heads."""
+        edges = self._checked(batch, self.edges(batch))
+        if site.keep_bos:  # no other edge is drawn for one that is not cut
+            edges = edges & ~edge_sets.from_first(batch)
+        if draw is not None and self.control is random_heads:
+            site = random_heads(model, site, draw)
+        elif draw is not None:
+            edges = self._checked(batch, self.control(batch, edges, draw))
+        return hooks_on_edges(model, batch, edges, site)
+
+    def _checked(self, batch: PromptBatch, given: edge_sets.Edges) -> EdgeSet:
+        # An isolation's edges are right as they are made; a check costs a GPU a wait in each pass.
+        return EdgeSet.of(given) if self.is_isolation else check_edges(batch, given)
 
     def check(self, model: HookedModel, batches: Sequence[PromptBatch], *, changed: bool) -> None:
         """Raise an error for sites without edges, and prompts without enough random ones."""
-        for each in self._cuts(model).values():
-            acts = [act for batch in batches for _, act in each.cut(None, batch)[:1]]
+        for site in self.sites.values():
+            acts = [act for batch in batches for _, act in self._cut(model, site, None, batch)[:1]]
             if not any(isinstance(act, EdgeHook) and act.edges.has_edges() for act in acts):
                 raise HookError(
                     "there is nothing to cut: edges(batch) has no edge in any prompt"
-                    + " but those to BOS" * each.site.keep_bos
+                    + " but those to BOS" * site.keep_bos
                 )
             for batch in batches:
-                each.cut(self.seed, batch)
+                self._cut(model, site, self.seed, batch)
 
     def further(self, model: HookedModel, batches: Sequence[PromptBatch]) -> Further:
         """A pass for each site and draw, which begins in the first layer of the site."""
-        cuts = list(self._cuts(model).values())
-        return Further([partial(cuts[0].cut, None)], sorted({each.first_layer for each in cuts}))
+        sites = list(self.sites.values())
+        first_layers = sorted({site.layers_of(model)[0] for site in sites})
+        return Further([partial(self._cut, model, sites[0], None)], first_layers)
 
     def of_batch(self, passes: Passes, batch: PromptBatch) -> dict[str, Tensor]:
         """The loyalty of each prompt, with the edges cut and with each draw of random edges."""
         clean = tokens_of(batch, passes.clean(batch))
 
-        def loyalty(name: str, cut: "Cut", draw: int | None) -> dict[str, Tensor]:
-            changed = passes.logits(batch, partial(cut.cut, draw), (name, draw))
+        def loyalty(name: str, draw: int | None) -> dict[str, Tensor]:
+            cut = partial(self._cut, passes.model, self.sites[name], draw)
+            changed = passes.logits(batch, cut, (name, draw))
             return loyalty_contributions(clean, tokens_of(batch, changed))
 
         of_sites: dict[str, list[Tensor]] = {}
-        for name, cut in self._cuts(passes.model).items():
-            of_cut = loyalty(name, cut, None)
-            drawn = [loyalty(name, cut, draw) for draw in self.seeds]
+        for name in self.sites:
+            of_cut = loyalty(name, None)
+            drawn = [loyalty(name, self.seed + number) for number in range(self.draws)]
             for number, values in of_cut.items():
                 random = torch.stack([of_draw[number] for of_draw in drawn], dim=1)
                 of_sites.setdefault(number, []).append(values)
@@ -393,63 +357,30 @@ class EdgeSweep(Question):
 
     def once(self, passes: Passes, contributions: Mapping[str, Tensor]) -> Mapping[str, Any]:
         """What was cut at each site."""
-        cuts = self._cuts(passes.model)
-        reasons = passes.why_not_late(each.first_layer for each in cuts.values())
+        model, batches = passes.model, passes.batches
         info: dict[str, Any] = {"seed": self.seed, "isolation": self.is_isolation}
         info |= {"edges": name_of(self.edges), "control": name_of(self.control)}
-        info |= {"n_layers": passes.model.cfg.n_layers}
-        if carries_beside_attention(passes.model):
-            others = layers_without_pattern(passes.model)
+        info |= {"n_layers": model.cfg.n_layers}
+        if carries_beside_attention(model):
+            others = layers_without_pattern(model)
             numbers = ", ".join(map(str, others))
             info["not_cut"] = f"layers {numbers}" if others else "parts beside the attention"
         if self.is_isolation:
-            info["random_words"] = self._random_words(passes.batches)
-        info |= {"begins_with_bos": any(batch.begins_with_bos for batch in passes.batches)}
-        info["sites"] = {
-            name: {
-                **each.acts_in(),
-                "skipped_layers": reasons.get(each.first_layer, each.first_layer),
-            }
-            for name, each in cuts.items()
-        }
+            info["random_words"] = self._random_words(batches)
+        info |= {"begins_with_bos": any(batch.begins_with_bos for batch in batches)}
+        info["sites"] = {name: _acts_in(passes, site) for name, site in self.sites.items()}
         return {"info": info}
 
 
-@dataclass(frozen=True, eq=False)
-class Cut:
-    """Edges that are cut at a site of a model, and how as many random edges are drawn."""
-
-    model: HookedModel
-    site: Site
-    sweep: EdgeSweep
-
-    def acts_in(self) -> dict[str, Any]:
-        """What the site is, in numbers of this model; heads are None for all of them."""
-        layers = self.site.layers_of(self.model)
-        heads = [self.site.heads_of(self.model, layer) for layer in layers]
-        by_layer = isinstance(self.site.heads, Mapping)
-        return {
-            "layers": layers,
-            "heads": None if self.site.heads is None else heads if by_layer else heads[0],
-            "keep_bos": self.site.keep_bos,
-            "renormalize": self.site.renormalize,
-        }
-
-    @property
-    def first_layer(self) -> int:
-        return self.site.layers_of(self.model)[0]
-
-    def cut(self, draw: int | None, batch: PromptBatch) -> Sequence[Hook]:
-        """Hooks that cut the edges, or as many random ones of a draw, or these in random heads."""
-        site, edges = self.site, self._checked(batch, self.sweep.edges(batch))
-        if site.keep_bos:  # no other edge is drawn for one that is not cut
-            edges = edges & ~edge_sets.from_first(batch)
-        if draw is not None and self.sweep.control is random_heads:
-            site = random_heads(self.model, site, draw)
-        elif draw is not None:
-            edges = self._checked(batch, self.sweep.control(batch, edges, draw))
-        return hooks_on_edges(self.model, batch, edges, site)
-
-    def _checked(self, batch: PromptBatch, given: edge_sets.Edges) -> EdgeSet:
-        # An isolation's edges are right as they are made; a check costs a GPU a wait in each pass.
-        return EdgeSet.of(given) if self.sweep.is_isolation else check_edges(batch, given)
+def _acts_in(passes: Passes, site: Site) -> dict[str, Any]:
+    """What a site is, in numbers of the model; heads are None for all of them."""
+    layers = site.layers_of(passes.model)
+    heads = [site.heads_of(passes.model, layer) for layer in layers]
+    by_layer = isinstance(site.heads, Mapping)
+    return {
+        "layers": layers,
+        "heads": None if site.heads is None else heads if by_layer else heads[0],
+        "keep_bos": site.keep_bos,
+        "renormalize": site.renormalize,
+        "skipped_layers": passes.why_not_late(layers[:1]).get(layers[0], layers[0]),
+    }

@@ -1,13 +1,8 @@
-"""Which segments an answer rests on, by any scores, and what the scores are worth.
-
-1. Each kind of score gives one number a segment (``segment_scores.py``).
-2. Random subsets of the segments are kept, and each gives the log-odds y of the answer, and log p
-   (``ablation.py``).
-3. LDS and drop compare both, beside those of random scores and of the best possible ones.
-"""
+"""Which segments an answer rests on, by any scores, and what the scores are worth."""
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import KW_ONLY, dataclass, replace
+from dataclasses import KW_ONLY, dataclass, field, replace
+from functools import partial
 from itertools import combinations
 from math import comb, isnan
 from typing import Any, ClassVar
@@ -24,7 +19,7 @@ from ..ablation.likelihood import Ablation, Answers, info_of_answers, subsets_of
 from ..ablation.removal import Removal
 from ..ablation.removal import edges as cut_edges
 from ..ablation.segment_scores import AnyScore, ScoresOfBatch, SegmentScores
-from ..errors import AnchorlensError, MetricError
+from ..errors import MetricError
 from ..metrics import weights
 from ..metrics.accuracy import predicted_class
 from ..metrics.question import Further, Question
@@ -119,10 +114,7 @@ class FaithfulnessRecord(Record):
         return bool(self.info.get("subsets", True))
 
     def table(self) -> TextFrame:
-        """The numbers as text, with intervals: a row for each score, and why it lacks a number.
-
-        Without a test a row for each segment.
-        """
+        """The numbers, or why there are none: a row for each score; without a test each segment."""
         names = list(self.axis_names("score") or ())
         if not self.is_tested:
             segments = self.axis_names("segment") or ()
@@ -199,9 +191,9 @@ class FaithfulnessRecord(Record):
         if rest:
             less = "not clearly more" if above else "none is clearly above random scores"
             told.append(f"{less}: {listed([texts[k] for k in rest])}")
-        sentence = f"By {what}, {'; '.join(told)}. Random scores have {random}"
+        beside = f"Random scores have {random}, the best possible ones {best}."
+        sentence = f"By {what}, {'; '.join(told)}. {beside}"
         first = [self._in_words(row) for row in self.rests_on().itertuples()]
-        sentence += f", the best possible ones {best}."
         return Answer(asked, sentence, limits, scores[order[0]], prompts=first)
 
     def _in_words(self, row: Any) -> str:
@@ -224,10 +216,7 @@ class FaithfulnessRecord(Record):
         return next(filter(None, known), "it is not known in any prompt")
 
     def plot(self) -> go.Figure:
-        """LDS and drop of every score, with intervals; a sentence in place of an empty panel.
-
-        Without a test the mean scores of each segment.
-        """
+        """LDS and drop of every score, with intervals; without a test the mean scores."""
         if not self.is_tested:
             names, segments = (self.axis_names(axis) or () for axis in ("score", "segment"))
             scores = with_ends(self, "scores", shaped=lambda numbers: numbers[0][..., None])
@@ -282,9 +271,6 @@ class Faithfulness(Question):
     - ``best possible``: the LDS of the least squares fit of y on the same subsets, about the most
       that summed scores can reach, and the largest drop of all choices (up to 100).
 
-    A method of ``al.subsets`` makes scores of y itself, by subsets of its own: those of
-    ``one_by_one`` are what y loses without each segment.
-
     Range:
         LDS -1 to 1; drops any number of nats; scores of methods any number of log-odds, of which 1
         multiplies the odds of the answer by 2.7.
@@ -294,11 +280,10 @@ class Faithfulness(Question):
         without it; below 0 the segment speaks for something else. Scores explain what the model
         says, also where that is wrong.
 
-        High LDS: removing what the score calls important hurts more. A low one beside a high ``best
-        possible`` is the score's fault. Where ``best possible`` is low too, the segments replace or
-        need each other, or matter little, and no score of single segments predicts them.
-        ``lds_gap`` compares with the first score, paired by prompt: its interval is much narrower
-        than the difference of two intervals suggests.
+        A low LDS beside a high ``best possible`` is the score's fault. Where ``best possible`` is
+        low too, the segments replace or need each other, or matter little, and no score of single
+        segments predicts them. The interval of ``lds_gap`` is much narrower than the difference of
+        two intervals suggests.
 
     Pitfalls:
         One by one, two segments that say the same both have low scores; ``al.subsets.shapley``
@@ -330,7 +315,8 @@ class Faithfulness(Question):
               the prompt up to the answer, whose tokens read but have no score. A dataclass of your
               own can be one if it has ``segments`` and, if it needs them, ``queries``: the
               positions that predict the answer.
-            - A method: ``al.subsets.one_by_one``, ``al.subsets.lasso()``, ``al.subsets.shapley()``
+            - A method, which makes scores of y by subsets of its own: ``al.subsets.one_by_one``
+              (what y loses without each segment), ``al.subsets.lasso()``, ``al.subsets.shapley()``
               or one of your own.
             - A function of the batch to a tensor [batch, segment].
 
@@ -348,23 +334,17 @@ class Faithfulness(Question):
         top: How many segments are removed for the drop.
         seed: Of the subsets of test and methods, and of random scores. Subsets depend on it and on
             the demonstrations, random scores on it and on the whole prompt.
-        name: Key of the result.
 
     ``info["passes"]`` of the record is the number of passes of a prompt, and ``info["reasons"]``
     says why numbers are NaN.
 
     Raises:
-        MetricError: There are no scores; a score is none of these, of another shape, or not finite;
-            a metric has no ``segment_scores`` or has segments of its own; a name is that of a row
-            beside; ``top`` or ``subsets`` is not among the numbers that there are; segments
-            overlap, or one is empty in a prompt or not before the answer; there is no answer; a
-            method needs more subsets than there are, or gives something else than subsets and
-            scores; or ``remove`` gives something else than prompts and hooks, or removes nothing.
-            Those are raised before any pass. After the clean runs: the model gives no prompt's
-            answer.
+        MetricError: A score, a name, ``top``, ``subsets`` or what ``remove`` gives does not fit;
+            segments overlap, or one is empty in a prompt or not before the answer; there is no
+            answer; or a method needs more subsets than there are. Those are raised before any pass.
+            After the clean runs: the model gives no prompt's answer.
         PromptError: The prompts do not fit the model, or lack a segment.
         ModelError: The attention hooks do not act, or a metric's weights are hidden.
-        StoreError: ``folder`` holds another run, or cannot be written into.
 
     Warns:
         UserWarning: The model gives another answer than the written one of some prompts, or a score
@@ -373,21 +353,16 @@ class Faithfulness(Question):
     Examples:
         >>> asked = al.Faithfulness({"one by one": al.subsets.one_by_one}, subsets=0)
         >>> scores = al.run(model, batches, [asked], progress=False)[asked.name].scores_of_prompts
-        >>> scores.shape == (sum(map(len, batches)), 1, len(demos))
-        True
         >>> best = scores[0, 0].argmax()  # on which the first answer rests most
 
         And what are they worth?
 
         >>> length = lambda batch: torch.stack(
         ...     [of(batch).sum(1) for of in al.edges.each_demonstration(batch).values()], dim=1)
-        >>> scores = {"length": length, "one by one": al.subsets.one_by_one}
-        >>> asked = al.Faithfulness(scores)
+        >>> asked = al.Faithfulness({"length": length, "one by one": al.subsets.one_by_one})
         >>> record = al.run(model, batches[:1], [asked], progress=False)["faithfulness"]
         >>> record.axis_names("score")
         ('length', 'one by one', 'random', 'best possible')
-        >>> bool(record.lds[3] > record.lds[0])
-        True
     """
 
     scores: Mapping[str, AnyScore] | None = None
@@ -402,7 +377,7 @@ class Faithfulness(Question):
     record: ClassVar = FaithfulnessRecord
 
     def __post_init__(self) -> None:
-        given = default_scores() if self.scores is None else self.scores
+        given = self._given
         if not given or not all(given) or not {BY_CHANCE, BEST}.isdisjoint(given):
             raise MetricError(
                 "scores are at least one, by name, such as {'attention': "
@@ -410,22 +385,24 @@ class Faithfulness(Question):
                 f"{BY_CHANCE!r} or {BEST!r} (these two are in each record); got {list(given)}"
             )
 
+    @property
+    def _given(self) -> Mapping[str, AnyScore]:
+        return default_scores() if self.scores is None else self.scores
+
     def of_run(self, model: HookedModel, batches: Sequence[PromptBatch]) -> Question:
         """The scores that this model allows; an error for what does not fit."""
         ablation = Ablation.of(batches, self.segments, self.answer, self.remove)
         ablation.check(model, batches)
-        given = default_scores() if self.scores is None else self.scores
-        scores = SegmentScores(model, batches, given, ablation, self.seed)
+        scores = SegmentScores(model, batches, self._given, ablation, self.seed)
         scores.check()
-        comparison = Comparison(len(scores.segments), self.subsets, self.top, self.seed)
-        comparison.check()
-        left_out: dict[str, AnchorlensError] = {}
-        if self.scores is None:
-            _, left_out = possible(model, batches, scores.metrics)
-            possible_ones = {name: each for name, each in given.items() if name not in left_out}
-            scores = replace(scores, scores=possible_ones)
-        reasons = {name: str(error) for name, error in left_out.items()}
-        return _Compared(self.name, self, scores, comparison, reasons)
+        check_sizes(len(scores.segments), self.subsets, self.top)
+        compared = _Compared(self.name, self, scores)
+        if self.scores is not None:
+            return compared
+        _, errors = possible(model, batches, scores.metrics)
+        able = {name: each for name, each in scores.scores.items() if name not in errors}
+        reasons = {name: str(error) for name, error in errors.items()}
+        return replace(compared, scores=replace(scores, scores=able), not_possible=reasons)
 
     def of_batch(self, passes: Passes, batch: PromptBatch) -> dict[str, Tensor]:
         """As it is asked of the model and the prompts of the run."""
@@ -439,9 +416,18 @@ class _Compared(Question):
     name: str
     given: Faithfulness
     scores: SegmentScores
-    comparison: "Comparison"
-    not_possible: Mapping[str, str]
+    not_possible: Mapping[str, str] = field(default_factory=dict)
     record: ClassVar = FaithfulnessRecord
+
+    @property
+    def segments(self) -> int:
+        """How many segments there are."""
+        return len(self.scores.segments)
+
+    @property
+    def choices(self) -> int:
+        """In how many ways the segments to remove can be chosen."""
+        return comb(self.segments, self.given.top)
 
     def further(self, model: HookedModel, batches: Sequence[PromptBatch]) -> Further:
         return self.scores.further()
@@ -449,7 +435,7 @@ class _Compared(Question):
     def of_batch(self, passes: Passes, batch: PromptBatch) -> dict[str, Tensor]:
         observed = passes.further(self, batch) if self.scores.metrics else {}
         answers = Answers.of(self.scores.ablation, passes, batch)
-        of_batch = self.comparison.contributions(answers, self.scores.of(answers, observed))
+        of_batch = self.contributions(answers, self.scores.of(answers, observed))
         count = answers.count + bool(self.scores.metrics)
         if self.scores.ablation.answer is None:
             of_batch["predicted"] = predicted_class(batch.label_scores(passes.clean(batch))).cpu()
@@ -464,7 +450,7 @@ class _Compared(Question):
         info |= info_of_answers(self.scores.ablation, contributions["is_given"])
         info["passes"] = float(contributions["passes"].mean())  # of a prompt
         info["not_possible"] = self.not_possible
-        info["reasons"] = self.comparison.reasons(names, contributions)
+        info["reasons"] = self.reasons(names, contributions)
         of_one = (name for name in names if self.scores.scores[name] is draws.one_by_one)
         info["one_by_one"] = next(of_one, None)
         info["first_prompts"] = dict(self._first_prompts(passes, contributions))
@@ -492,54 +478,6 @@ class _Compared(Question):
             answer = text_of(written[0]) if written else labels[int(found["predicted"][number])]
             yield str(number), {"query": texts[0], "answer": answer.strip(), "texts": texts[1:]}
 
-
-def default_scores() -> dict[str, AnyScore]:
-    """The scores of the family of the paper, and the ablation that they are compared with."""
-    return {
-        "attention": SegmentFlows(weight=weights.attention),
-        "rollout": SegmentRollout(),
-        "value norm": SegmentFlows(weight=weights.value_norm),
-        "saliency": SegmentFlows(weight=weights.saliency),
-        "signed": SegmentFlows(weight=weights.helpful),
-        "one by one": draws.one_by_one,
-    }
-
-
-@dataclass(frozen=True)
-class Comparison:
-    """How scores are compared: on which subsets, and by what is removed."""
-
-    segments: int
-    subsets: int
-    top: int
-    seed: int
-
-    def check(self) -> None:
-        """Raise an error for numbers that do not fit the segments."""
-        if self.subsets == 0:
-            return
-        if not 1 <= self.top <= self.segments:
-            raise MetricError(
-                f"top= is how many of the {self.segments} segments are removed for the drop, from "
-                f"1 to {self.segments}; got {self.top}"
-            )
-        if self.segments >= FEWEST > self.subsets:
-            raise MetricError(
-                f"a rank correlation needs subsets={FEWEST} or more; got {self.subsets}"
-            )
-        self.drawn(self.segments, torch.Generator())  # an error if there are not so many
-
-    def drawn(self, segments: int, generator: torch.Generator) -> draws.Subsets:
-        """The subsets on which scores are compared; none of too few segments."""
-        if segments < FEWEST:
-            return torch.zeros(0, segments, dtype=torch.bool, device="cpu")
-        return draws.random(self.subsets, segments, generator)
-
-    @property
-    def choices(self) -> int:
-        """In how many ways the segments to remove can be chosen."""
-        return comb(self.segments, self.top)
-
     def contributions(self, answers: Answers, of_segments: ScoresOfBatch) -> dict[str, Tensor]:
         """The scores of each prompt, and LDS and drop of each, of random ones and of the best."""
         batch, (scores, errors, margins) = answers.batch, of_segments
@@ -547,15 +485,16 @@ class Comparison:
         is_unknown = scores.isnan().any(-1) & answers.is_given[:, None]
         known = {"is_given": answers.is_given, "is_unknown": is_unknown}
         known |= {"log_prob": answers.clean.log_prob, "log_odds": answers.clean.log_odds}
-        if self.subsets == 0:
+        if self.given.subsets == 0:
             none = torch.full_like(margins, torch.nan)
             known |= {"lds": none, "drop": none, "is_equal": torch.zeros_like(is_unknown)}
             return known | {"scores": scores.masked_fill(another, torch.nan), "errors": errors}
         # Of another seed than the subsets of methods, which would be tested on their own.
-        kept = subsets_of(self.drawn, batch, self.segments, -1 - self.seed)
+        draw = partial(_drawn, self.given.subsets)
+        kept = subsets_of(draw, batch, self.segments, -1 - self.given.seed)
         y = answers.of_subsets(kept).log_odds if kept.shape[1] else kept[..., 0].double()
         shape, texts = (_RANDOM_SCORES, self.segments), digests(batch, batch.attention_mask)
-        seeds = [draw_generator(self.seed, text) for text in texts.tolist()]
+        seeds = [draw_generator(self.given.seed, text) for text in texts.tolist()]
         drawn = [torch.rand(shape, generator=generator, device="cpu") for generator in seeds]
         random = torch.stack(drawn).double()
         rounding, of_exact = answers.rounding[:, None], torch.zeros_like(random[..., 0])
@@ -568,7 +507,7 @@ class Comparison:
         of_scores = of_scores.masked_fill(is_equal, torch.nan)
         removed = torch.cat([scores, random[:, :1]], dim=1)
         margins = torch.cat([margins, of_exact[:, :1]], dim=1)
-        drops = self.drops(answers, highest(removed, self.top, margins))
+        drops = self.drops(answers, highest(removed, self.given.top, margins))
         drops[:, :-2].masked_fill_(is_unknown | (is_equal & (self.choices > 1)), torch.nan)
         beside = torch.cat([random[:, :1], fit if kept.shape[1] else fit * torch.nan], dim=1)
         return known | {
@@ -587,8 +526,9 @@ class Comparison:
         if self.choices > MOST_CHOICES:
             return pad(clean - answers.of_subsets(~chosen).log_prob, (0, 1), value=torch.nan)
         rows = torch.eye(self.segments, dtype=torch.bool, device="cpu")
-        tried = [rows[list(each)].any(0) for each in combinations(range(self.segments), self.top)]
-        removed = torch.stack(tried).expand(len(chosen), -1, -1)
+        chosen_rows = combinations(range(self.segments), self.given.top)
+        tried = torch.stack([rows[list(each)].any(0) for each in chosen_rows])
+        removed = tried.expand(len(chosen), -1, -1)
         lost = clean - answers.of_subsets(~removed).log_prob
         numbers = (chosen[:, :-1, None] == removed[:, None]).all(-1).long().argmax(-1)
         rest = [lost.mean(1, keepdim=True), lost.amax(1, keepdim=True)]
@@ -605,7 +545,7 @@ class Comparison:
         if reasons and is_main():
             told = [f"{name!r}: {reason}" for name, reason in reasons.items()]
             warn_user(f"some scores say nothing in some prompts, which count as NaN: {told}")
-        if self.subsets == 0:
+        if self.given.subsets == 0:
             return reasons | dict.fromkeys(("LDS", "drop"), "no test was asked for (subsets=0)")
         flat = int((contributions["lds"][:, -2].isnan() & contributions["is_given"]).sum())
         if self.segments < FEWEST:
@@ -614,10 +554,43 @@ class Comparison:
             reasons["LDS"] = f"no segment changes the answer of {flat} of {prompts} prompts"
         if self.choices > MOST_CHOICES:
             reasons[f"drop of {BEST}"] = (
-                f"of {self.choices} choices of {self.top} segments not all run, but of at most "
-                f"{MOST_CHOICES}"
+                f"of {self.choices} choices of {self.given.top} segments not all run, but of at "
+                f"most {MOST_CHOICES}"
             )
         return reasons
+
+
+def check_sizes(segments: int, subsets: int, top: int) -> None:
+    """Raise an error for numbers that do not fit the segments."""
+    if subsets == 0:
+        return
+    if not 1 <= top <= segments:
+        raise MetricError(
+            f"top= is how many of the {segments} segments are removed for the drop, from 1 to "
+            f"{segments}; got {top}"
+        )
+    if segments >= FEWEST > subsets:
+        raise MetricError(f"a rank correlation needs subsets={FEWEST} or more; got {subsets}")
+    _drawn(subsets, segments, torch.Generator())  # an error if there are not so many
+
+
+def _drawn(subsets: int, segments: int, generator: torch.Generator) -> draws.Subsets:
+    """The subsets on which scores are compared; none of too few segments."""
+    if segments < FEWEST:
+        return torch.zeros(0, segments, dtype=torch.bool, device="cpu")
+    return draws.random(subsets, segments, generator)
+
+
+def default_scores() -> dict[str, AnyScore]:
+    """The scores of the family of the paper, and the ablation that they are compared with."""
+    return {
+        "attention": SegmentFlows(weight=weights.attention),
+        "rollout": SegmentRollout(),
+        "value norm": SegmentFlows(weight=weights.value_norm),
+        "saliency": SegmentFlows(weight=weights.saliency),
+        "signed": SegmentFlows(weight=weights.helpful),
+        "one by one": draws.one_by_one,
+    }
 
 
 def lds(

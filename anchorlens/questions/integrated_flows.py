@@ -84,7 +84,8 @@ class IntegratedFlows(Question):
     $$
 
     The sum over all edges of a layer, those of tokens to themselves too, is F(A) - F(0), but for an
-    error that falls as 1 / m^2. The record has both, and a warning names layers where they differ.
+    error that falls as 1 / m^2. The record has both, in the unit of F, and a warning names layers
+    where they differ; more steps cure it where the path bends.
 
     Where a norm takes the scale of the attention away (Gemma 2 to 4, OLMo 2 and 3, GLM-4, EXAONE 4,
     BitNet), F(alpha A) = F(A): the gradient along A is 0, and the formula would give a multiple of
@@ -93,10 +94,10 @@ class IntegratedFlows(Question):
     ours. A tiny pass finds such norms: one that also gets the residual stream (OPT-350m) is none.
 
     Each layer needs m passes forward and backward and one forward, from this layer on where
-    that gives the same logits in a tiny pass.
+    that gives the same logits in a tiny pass (``info`` has the reasons where not).
 
     Range:
-        Any number, in the unit of F.
+        Any number.
 
     How to read:
         Above 0 means that the attention raises F; for a loss, that it does harm. It also sees an
@@ -120,25 +121,16 @@ class IntegratedFlows(Question):
         weight: Function of the pattern and the mean gradient, as in ``SegmentFlows``. By default
             their product, summed over heads: above 0 where the attention raises F. Note that
             ``al.weights.positive`` is made for a loss, where low is good.
-        name: Key of the result.
-
-    The record is as that of ``SegmentFlows``, in the unit of F, with F(A) - F(0) of each layer.
-    ``info`` has the output, the number of steps, and the layers that could not be started late,
-    with the reason. A warning names layers whose attributions do not sum to F(A) - F(0). More steps
-    cure it where the path bends.
 
     Raises:
-        MetricError: ``steps`` is below 1, ``output`` does not give
-            one number a prompt, or segments or weight do not fit; see ``SegmentFlows``.
+        MetricError: ``steps`` is below 1, ``output`` does not give one number a prompt, or segments
+            or weight do not fit; see ``SegmentFlows``.
         PromptError: The prompts do not fit the model, or lack a segment.
         ModelError: The attention hooks do not act, or value biases are folded.
-        StoreError: ``folder`` holds another run, or cannot be written into.
 
     Examples:
         >>> asked = al.IntegratedFlows(["text", "label", "target"], steps=10)
         >>> record = al.run(model, batches[:1], [asked], progress=False)["integrated_flows"]
-        >>> record.total.shape == (model.cfg.n_layers, 3, 3)
-        True
         >>> bool((record.attributed - record.change).abs().max() < 0.1)
         True
     """

@@ -83,20 +83,16 @@ class Loss(Question):
         loss: Function of (logits, batch) to one number a prompt, as in ``al.run``.
 
     Examples:
-        The loss of the last third of texts whose heads in layer 0 give out zeros.
+        The mean loss of texts in which no token reads the one before it in layer 0.
 
         >>> texts = ["The museum opens at ten. The library opens", "Who wrote this? Nobody knows."]
         >>> prompts = al.build_segments(model.tokenizer, texts)
-        >>> def last_third(batch):
+        >>> def mean_over_tokens(batch):
         ...     has_next = batch.attention_mask & ~al.edges.target(batch)
-        ...     chosen = has_next & (batch.positions >= 2 * batch.target_positions[:, None] // 3)
-        ...     return chosen / chosen.sum(1, keepdim=True)
-        >>> zeros = torch.zeros(model.cfg.n_layers, model.cfg.n_heads, model.cfg.d_head)
-        >>> results = al.run(
-        ...     model, prompts, [al.Loss(al.losses.next_token_cross_entropy(last_third))],
-        ...     hooks=lambda batch: al.replace_heads(
-        ...         model, batch, zeros, 0, positions=lambda batch: batch.attention_mask),
-        ...     progress=False)
+        ...     return has_next / has_next.sum(1, keepdim=True)
+        >>> asked = al.Loss(al.losses.next_token_cross_entropy(mean_over_tokens))
+        >>> results = al.run(model, prompts, [asked], progress=False,
+        ...     hooks=lambda batch: al.block_edges(model, batch, al.edges.previous_token, 0))
         >>> change = results["loss"].estimate("change")
     """
 

@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any, ClassVar
 
 import plotly.graph_objects as go
@@ -38,26 +39,20 @@ from .prefix_terms import LayerTerms, prefix_runs
 POSITIONS = 256
 
 
-def _texts_of(batch: PromptBatch) -> edges.Positions:
-    return edges.demonstrations(batch) & edges.segment(batch, "text")
+_KNOWN = ("text", "label", "format")
 
 
-def _label(batch: PromptBatch) -> edges.Positions:
-    return edges.demonstrations(batch) & edges.segment(batch, "label")
-
-
-def _format(batch: PromptBatch) -> edges.Positions:
-    return edges.demonstrations(batch) & edges.segment(batch, "format")
+def _of_demonstrations(name: str, batch: PromptBatch) -> edges.Positions:
+    return edges.demonstrations(batch) & edges.segment(batch, name)
 
 
 def _other(batch: PromptBatch) -> edges.Positions:
-    return edges.demonstrations(batch) & ~(_texts_of(batch) | _label(batch) | _format(batch))
+    known = torch.stack([edges.segment(batch, name) for name in _KNOWN]).any(0)
+    return edges.demonstrations(batch) & ~known
 
 
 DEMONSTRATIONS: Mapping[str, edges.PositionsOfBatch] = {
-    "text": _texts_of,
-    "label": _label,
-    "format": _format,
+    **{name: partial(_of_demonstrations, name) for name in _KNOWN},
     "other": _other,
 }
 CONTEXT: Mapping[str, edges.PositionsOfBatch] = {"context": edges.demonstrations}
@@ -96,14 +91,12 @@ class PrefixEffectRecord(Record):
     """
 
     stolen: Float[Tensor, "layer head"] = mean(
-        lambda of_set: of_set["stolen_by_segment"].double().sum(-1), 0, 1
+        lambda of_set: of_set["stolen_by_segment"].sum(-1), 0, 1
     )
-    stolen_by_segment: Float[Tensor, "layer head segment"] = mean(
-        lambda of_set: of_set["stolen_by_segment"].double(), 0, 1
-    )
-    bos: Float[Tensor, "layer head"] = mean(lambda of_set: of_set["bos"].double(), 0, 1)
-    direct: Float[Tensor, " layer"] = mean(lambda of_set: of_set["direct"].double())
-    indirect: Float[Tensor, " layer"] = mean(lambda of_set: of_set["indirect"].double())
+    stolen_by_segment: Float[Tensor, "layer head segment"] = mean("stolen_by_segment", 0, 1)
+    bos: Float[Tensor, "layer head"] = mean("bos", 0, 1)
+    direct: Float[Tensor, " layer"] = mean("direct")
+    indirect: Float[Tensor, " layer"] = mean("indirect")
     # Of sets with fewer prompts than d_head there are as many directions as prompts.
     concentration: Float[Tensor, "layer head"] = table(
         lambda of_set: of_set.once(_shares_of_directions).amax(-1)
@@ -176,8 +169,8 @@ class PrefixEffect(Question):
     logarithm of the sum of exponentials. In words: (I1) a prefix does not change which of the other
     tokens a row prefers; (I2) it moves the output towards a mean of its own values; (I3) scores
     decide how far. All three are exact, also with soft caps, grouped keys, sliding windows, rotary
-    positions and ALiBi; with learned positions because all runs have the same tokens at the same
-    positions. An attention sink joins the second sum of (I3), and has a part of 1 - m.
+    positions and ALiBi; with learned positions because all tokens stay at theirs in all runs. An
+    attention sink joins the second sum of (I3), and has a part of 1 - m.
 
     In deeper layers the inputs differ too. Between the runs with and without the prefix,
 
@@ -188,7 +181,7 @@ class PrefixEffect(Question):
     $$
 
     Direct is what the attention taken in this layer changes, indirect what earlier layers changed.
-    ``invariance`` alone tests the theory: it compares A+ / (1 - m) with the measured A.
+    ``invariance`` alone tests the theory.
 
     For label words at the target, ``stolen_by_segment`` summed over heads is the class score of
     ``AttentionAUCROC``. Re-weighting adds (exp(beta) - 1) A(q, p_k) v_{p_k}, in the span of the
@@ -215,20 +208,18 @@ class PrefixEffect(Question):
         2024), section 4, which has (I1) and (I2) for one prefix token.
 
     Three forward passes are made: over the prompts as they are; with the edges from the query to
-    the prefix cut in all layers; and with these cut in one layer at a time. All tokens stay at
-    their positions.
+    the prefix cut in all layers; and with these cut in one layer at a time.
 
     Args:
         keys: The segments of the prefix: for each name a function of the batch to positions
             before the query. By default the texts, label words, format and other tokens
             (instructions) of the demonstrations, and of a ``context`` all keys but BOS as one
-            segment, ``context``. Segments must not overlap.
+            segment, ``context``.
         rows: Function of the batch to the positions of the query that count:
             ``al.edges.query`` (the default) or ``al.edges.target``.
         context: What stands before the queries in place of their demonstrations, such as
             ``al.compress(...)`` or a trained prefix; None for the demonstrations. ``keys`` and
             ``rows`` then get the queries after the context.
-        name: Key of the result.
 
     Raises:
         MetricError: ``keys`` are no functions by name, or they give positions that are none, are in
@@ -239,18 +230,13 @@ class PrefixEffect(Question):
         PromptError: The prompts do not fit the context.
 
     Examples:
-        >>> results = al.run(model, batches, [al.PrefixEffect()], progress=False)
-        >>> effect = results["prefix_effect"]
-        >>> effect.stolen.shape == (model.cfg.n_layers, model.cfg.n_heads)
-        True
+        >>> effect = al.run(model, batches, [al.PrefixEffect()], progress=False)["prefix_effect"]
         >>> labels = al.PrefixEffect(keys={"labels": al.edges.anchors}, rows=al.edges.target)
 
         What a context does in place of the demonstrations.
 
         >>> compressed = al.PrefixEffect(context=al.compress(model, batch))
         >>> results = al.run(model, batches, [compressed], progress=False)
-        >>> results["prefix_effect"].axis_names("segment")
-        ('context',)
     """
 
     keys: Mapping[str, edges.PositionsOfBatch] | None = field(default=None, hash=False)
@@ -300,7 +286,11 @@ class PrefixEffect(Question):
     ) -> QueryPass:
         """The pass over the queries after the prefix, of which ``shared`` may be known."""
         if self.context is not None:
-            return _pass_after(self.context, model, batch)
+            query_pass = query_pass_of(self.context, model, batch)
+            queries, first = query_pass.batch, batch.tokens.gather(1, batch.starts[:, None])[:, 0]
+            # Some contexts do not begin with the BOS of the prompts.
+            has_bos = batch.begins_with_bos and bool((queries.tokens[:, 0] == first).all())
+            return replace(query_pass, batch=replace(queries, begins_with_bos=has_bos))
         if shared is None:
             return QueryPass(batch, None)
         prefix = shared.before(int(batch.query_start.min()))
@@ -336,31 +326,23 @@ class PrefixEffect(Question):
     ) -> go.Figure:
         """A head's attention in the query's rows without a prefix, with it, and rescaled.
 
-        The prefix is the demonstrations of the prompt, or a context that stands in their place.
-
         Divided by 1 - m, the attention to tokens outside the prefix is that of the first panel: a
         prefix cannot change which of them a row prefers (I1). The first panel is measured, with
         the input that the layer has with the prefix.
 
         Args:
-            model: A hooked model with its tokenizer; its attention hooks are verified at first use.
+            model: A hooked model with its tokenizer.
             batch: Prompts.
             layer: The layer; negative numbers count from the end.
             head: The head.
             prompt: Number of the prompt in the batch.
 
         Raises:
-            MetricError: As in a run.
             HookError: The layer or head does not exist.
-            PromptError: The prompts do not fit the model or the context, or there is no such
-                prompt.
-            ModelError: The model's hooks do not act, it takes no key-value cache, or the context
-                was made with another model.
+            PromptError: There is no such prompt. Otherwise as in a run.
 
         Examples:
             >>> figure = al.PrefixEffect().plot_pattern(model, batch, layer=1, head=0)
-            >>> compressed = al.PrefixEffect(context=al.compress(model, batch))
-            >>> figure = compressed.plot_pattern(model, batch, layer=1, head=0)
         """
         site = Site(layer, head)
         [layer], [head] = site.layers_of(model), site.heads_of(model, layer)
@@ -395,20 +377,8 @@ class PrefixEffect(Question):
 
         The axes are the first two singular directions of D over all rows. A prefix of one token
         moves every row along one line. The raw difference ``z+ - z0`` lies on no line, because it
-        also has ``-m z~``, which differs from row to row.
-
-        Args:
-            model: A hooked model; its attention hooks are verified at first use.
-            batch: Prompts.
-            layer: The layer; negative numbers count from the end.
-            head: The head.
-
-        Raises:
-            MetricError: As in a run.
-            HookError: The layer or head does not exist.
-            PromptError: The prompts do not fit the model or the context.
-            ModelError: The model's hooks do not act, it takes no key-value cache, its value biases
-                are folded, or the context was made with another model.
+        also has ``-m z~``, which differs from row to row. Arguments and errors are those of
+        ``plot_pattern``, and a ModelError for folded value biases.
 
         Examples:
             >>> figure = al.PrefixEffect().plot_directions(model, batch, layer=1, head=0)
@@ -437,11 +407,10 @@ class PrefixEffect(Question):
         ensure_prepared(model)
         self.check_prompts(model, [batch])
         query_pass = self.query_pass(model, batch)
-        batch, prefix, hooks = query_pass.batch, query_pass.prefix, query_pass.hooks
-        in_prefix, rows = self.segments_of(batch).any(1), self.rows_of(batch)
+        batch = query_pass.batch
+        segments, rows = self.segments_of(batch), self.rows_of(batch)
         with frozen_in_eval_mode(model):
-            queries = edges.query(batch)
-            runs = prefix_runs(model, batch, in_prefix, queries, prefix=prefix, hooks=hooks)
+            runs = prefix_runs(model, query_pass, segments.any(1))
         return batch, list(runs.layers())[layer], rows[:, runs.rows]
 
     @checked
@@ -478,16 +447,6 @@ class PrefixEffect(Question):
         return rows
 
 
-def _pass_after(context: Context, model: HookedModel, batch: PromptBatch) -> QueryPass:
-    """The pass over the queries, which knows whether the context begins with the BOS of prompts."""
-    query_pass = query_pass_of(context, model, batch)
-    queries = query_pass.batch
-    first = batch.tokens.gather(1, batch.starts[:, None])[:, 0]
-    same = bool((queries.tokens[:, 0] == first).all())
-    known = replace(queries, begins_with_bos=batch.begins_with_bos and same)
-    return replace(query_pass, batch=known)
-
-
 def effect_contributions(
     model: HookedModel,
     query_pass: QueryPass,
@@ -495,14 +454,12 @@ def effect_contributions(
     rows: edges.Positions,
 ) -> dict[str, Tensor]:
     """What each prompt contributes, on the CPU; ``rows`` count."""
-    batch, prefix, hooks = query_pass.batch, query_pass.prefix, query_pass.hooks
-    query = edges.query(batch)
-    runs = prefix_runs(model, batch, segments.any(1), query, prefix=prefix, hooks=hooks)
+    runs = prefix_runs(model, query_pass, segments.any(1))
     selected = rows[:, runs.rows]
     positions = torch.arange(selected.shape[1], device="cpu")
     last = torch.where(selected, positions, 0).amax(1)
     sampled = _sampled(runs.in_prefix)
-    outside = edges.bos(batch) & ~runs.in_prefix
+    outside = edges.bos(query_pass.batch) & ~runs.in_prefix
     of_layers = [
         _rows_of_layer(terms, segments, outside, selected, last, sampled) for terms in runs.layers()
     ]

@@ -19,16 +19,16 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
+from ..contexts.protocol import QueryPass
 from ..hooks import Site, hooks_on_edges
 from ..metrics.weights import Pattern
 from ..models.batch_hooks import WholeHook
 from ..models.hooked import Hook, HookedModel, has_sinks, hooks_by_layer, pattern_name
 from ..models.kinds import cached_heads
-from ..models.kv_cache import KeyValues, entries_of_cache
+from ..models.kv_cache import entries_of_cache
 from ..models.media_tokens import refuse_media_tokens
 from ..passes.forward import run_prefix
-from ..prompts.batch import PromptBatch
-from ..prompts.edges import Positions, between
+from ..prompts.edges import Positions, between, query
 
 HeadValues = Float[Tensor, "batch _ key d_head"]
 Outputs = Float[Tensor, "batch head query d_head"]
@@ -61,11 +61,13 @@ class PrefixRuns:
 
     def layers(self) -> Iterator["LayerTerms"]:
         """The terms of each layer."""
-        runs = (self.with_prefix, self.without)
         for layer, alone in enumerate(self.alone):
-            with_prefix, without = (run.layer(layer) for run in runs)
             yield terms_of_layer(
-                with_prefix, without, alone.cpu().double(), self.in_prefix, self.has_sinks
+                self.with_prefix.layer(layer),
+                self.without.layer(layer),
+                alone.cpu().double(),
+                self.in_prefix,
+                self.has_sinks,
             )
 
 
@@ -93,22 +95,15 @@ class LayerTerms:
         return self.rescaled - self.without
 
 
-def prefix_runs(
-    model: HookedModel,
-    batch: PromptBatch,
-    in_prefix: Positions,
-    queries: Positions,
-    *,
-    prefix: KeyValues | None = None,
-    hooks: Sequence[Hook] = (),
-) -> PrefixRuns:
-    """Run a batch with the keys ``in_prefix`` for ``queries`` after them, and without these.
+def prefix_runs(model: HookedModel, query_pass: QueryPass, in_prefix: Positions) -> PrefixRuns:
+    """Run a batch with the keys ``in_prefix`` for the rows of the query, and without these.
 
     The tokens are the same in all passes, and edges are cut before the softmax. So all tokens stay
-    at their positions, whatever kind of positions the model has. ``prefix`` has the tokens before
-    ``batch.query_rows``, and ``hooks`` act in all passes.
+    at their positions, whatever kind of positions the model has.
     """
+    batch, prefix, hooks = query_pass.batch, query_pass.prefix, query_pass.hooks
     refuse_media_tokens(model, batch)
+    queries = query(batch)
     columns = queries.any(0).nonzero().flatten()
     first, last = int(columns[0]), int(columns[-1])
     rows = slice(first - batch.first_query, last + 1 - batch.first_query)

@@ -158,9 +158,8 @@ class ScoreParts(Question):
         Any number; 1 more is e = 2.7 times the attention, before a soft cap.
 
     How to read:
-        ``at_key`` says what of the attended key the query finds, ``at_query`` what looks for it,
-        ``pairs`` both. A part below 0 works against the key that is attended. ``carries_by_part``
-        says what of it the head takes to the answer.
+        ``at_key`` says what of the attended key the query finds, ``at_query`` what looks for it. A
+        part below 0 works against the key that is attended.
 
     Pitfalls:
         A part is what wrote, not why it wrote that: an MLP may have read what heads brought before.
@@ -175,24 +174,20 @@ class ScoreParts(Question):
         layer: The layer of the heads; a negative number counts from the end.
         heads: Its heads; by default all.
         queries: Which token looks: one position of each prompt.
-        keys: At what: as many positions in each prompt, at least two. By default label words.
+        keys: At what: as many positions in each prompt, at least two. By default label words. Those
+            that a head cannot see do not count.
         by: ``"layer"``: parts are the attention and the MLP of each layer. ``"head"``: each head
             and the bias, where these sum to what the attention adds (not in BitNet and Granite).
-        name: Key of the result.
-
-    The record has parts by name, in ``info`` as well. Keys that a head cannot see do not count.
 
     Raises:
         MetricError: A layer or head does not exist; there is not one query, or not as many keys, in
             each prompt; or a query sees fewer than two of its keys.
         ModelError: The scores are not queries times keys alone (ALiBi), or a sum of parts is not
-            what the model computes; the message says which.
+            what the model computes.
 
     Examples:
         >>> asked = al.ScoreParts(layer=-1, heads=[0, 1])
         >>> record = al.run(model, batches, [asked], progress=False)["score_parts"]
-        >>> bool((record.at_key.sum(1) - record.contrast).abs().max() < 1e-4)
-        True
     """
 
     layer: int
@@ -214,15 +209,8 @@ class ScoreParts(Question):
         """The scores of each prompt and their parts."""
         queries, keys = self._columns(batch)
         layer, heads = self._heads(passes.model)
-        parts = residual_parts(
-            passes.model,
-            batch,
-            layer,
-            heads,
-            queries,
-            keys,
-            by_head=self.by == "head",
-        )
+        by_head = self.by == "head"
+        parts = residual_parts(passes.model, batch, layer, heads, queries, keys, by_head=by_head)
         seen = (parts.pattern[:, :, 0] > 0).any(1).sum(-1)
         if (seen < 2).any():
             raise MetricError(
@@ -290,9 +278,9 @@ def scores_of_parts(parts: ResidualParts) -> dict[str, Tensor]:
         directions = torch.full_like(values[0, :, :, 0], torch.nan)
     carried = torch.einsum("bhk,bhd,pbhkd->bhkp", pattern.double(), directions.double(), values)
     carries = (highest[..., None] * carried).sum(2)
-    groups = torch.tensor(
-        [_group(layer, max(parts.layers)) for layer in parts.layers], device="cpu"
-    )
+    # By the number in ``ResidualParts.layers``: embedding, attention and MLP in turn, biases.
+    groups = torch.where(layers == max(parts.layers), 3, 2 - layers % 2)
+    groups[layers == 0] = 0
     return {
         "contrast": found.sum(-1),
         "at_key": found,
@@ -308,11 +296,6 @@ def scores_of_parts(parts: ResidualParts) -> dict[str, Tensor]:
         "carries": carries.sum(-1),
         "carries_by_part": carries,
     }
-
-
-def _group(layer_part: int, last: int) -> int:
-    """The group of a part by its number in ``ResidualParts.layers``."""
-    return 0 if layer_part == 0 else 3 if layer_part == last else 2 - layer_part % 2
 
 
 def names_of_parts(layer: int, n_heads: int) -> list[str]:

@@ -1,4 +1,7 @@
-"""The usual series of sites (layers and heads) for a sweep, by name."""
+"""The usual series of sites (layers and heads) for a sweep, by name.
+
+Layers without attention, which some models have, do not count.
+"""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
@@ -13,8 +16,6 @@ from ..system.arguments import checked
 @checked
 def first_and_last(model: HookedModel, depths: Iterable[int] = (1, 3, 5, 7)) -> dict[str, Site]:
     """The first and the last n layers, for each depth n (the paper's Figure 4 and its appendix).
-
-    Layers without attention, which some models have, do not count.
 
     Raises:
         HookError: A depth is below 1, or the model has fewer layers.
@@ -37,8 +38,6 @@ def first_and_last(model: HookedModel, depths: Iterable[int] = (1, 3, 5, 7)) -> 
 @checked
 def windows(model: HookedModel, width: int) -> dict[str, Site]:
     """Every window of ``width`` adjacent layers, from the first to the last.
-
-    Layers without attention, which some models have, do not count.
 
     Raises:
         HookError: ``width`` is not from 1 to the number of layers.

@@ -12,7 +12,7 @@ from torch import Tensor
 
 import anchorlens as al
 from anchorlens.contexts import hard_prompt_search, hard_prompts
-from anchorlens.contexts.embedded import embeddings_of, replaced_embeddings
+from anchorlens.contexts.embedded import embeddings_of, put_embeddings
 from anchorlens.contexts.hard_prompt_search import NearestTokens, SearchedTokens
 from anchorlens.contexts.protocol import bos_of, queries_after
 from anchorlens.errors import ModelError, NotFiniteError
@@ -166,7 +166,7 @@ def test_the_gradient_equals_central_differences(hooked: Any, sentencepiece_like
     assert n_bos == 1
 
     def objective(values: Tensor) -> float:
-        hooks = [replaced_embeddings(values, n_bos)]
+        hooks = [put_embeddings(values, n_bos)]
         queries = queries_after(batch, tokens)
         parts = hard_prompt_search.prompts_of_next_tokens(batch, tokens)
         of_queries, of_parts = (run_pass(model, each, hooks=hooks) for each in (queries, parts))

@@ -57,7 +57,8 @@ def test_the_gradient_equals_finite_differences(cached: bool) -> None:
     (batch,) = questions(model, 3, padding_side="left")
     generator = torch.Generator().manual_seed(0)
     beta: Any = torch.randn(3, 2, 6, generator=generator).double().requires_grad_()
-    ready, prefix = _all_but_target(model, batch) if cached else (batch, None)
+    query_pass = _all_but_target(model, batch)
+    ready, prefix = (query_pass.batch, query_pass.prefix) if cached else (batch, None)
     assert (ready.tokens.shape[1] - ready.first_query == 1) == cached
     run_pass(
         model,

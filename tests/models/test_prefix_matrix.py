@@ -24,12 +24,13 @@ def test_the_identities_of_a_prefix_hold(name: str, kind: str) -> None:
     model, batch = hooked(name, torch.float64, kind), batch_of("left")
     weights = weights_of(name, torch.float64)  # which are drawn in float32
     in_prefix, queries = al.edges.demonstrations(batch), al.edges.query(batch)
+    query_pass = al.contexts.QueryPass(batch, None)
     with precise(torch.float64):
         if name in NO_CACHE and kind == "bridge":
             with pytest.raises(al.errors.ModelError, match="takes no key-value cache"):
-                prefix_runs(model, batch, in_prefix, queries)
+                prefix_runs(model, query_pass, in_prefix)
             return
-        runs = prefix_runs(model, batch, in_prefix, queries)
+        runs = prefix_runs(model, query_pass, in_prefix)
         layers = list(runs.layers())
         check_attention(model, batch, layers, queries[:, runs.rows], runs.rows)
         for number in PROMPTS:

@@ -166,9 +166,9 @@ def test_everything_before_the_target_is_cached_on_one_side_alone(name: str) -> 
     for length in (SWITCH, SWITCH + 1):
         batch = batches[length]
         with frozen_in_eval_mode(model):
-            ready, prefix = _all_but_target(model, batch)
-            logits = run_pass(model, ready, prefix=prefix)
-        assert (prefix is None) == (name in CHANGING and length == SWITCH + 1)
+            ready = _all_but_target(model, batch)
+            logits = ready.logits(model)
+        assert (ready.prefix is None) == (name in CHANGING and length == SWITCH + 1)
         assert difference(logits, alone(plain, batch)) < 1e-5
 
 

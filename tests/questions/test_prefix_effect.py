@@ -105,7 +105,8 @@ def test_stolen_by_label_words_is_the_score_of_aucroc(gpt2: Any) -> None:
 def test_prefix_tokens_move_a_head_in_as_many_directions(gpt2: Any, count: int) -> None:
     (batch,) = questions(gpt2, 6)
     queries = al.edges.query(batch)
-    runs = prefix_runs(gpt2, batch, first_anchors(batch, count), queries)
+    query_pass = al.contexts.QueryPass(batch, None)
+    runs = prefix_runs(gpt2, query_pass, first_anchors(batch, count))
     *_, last = runs.layers()
     sizes = torch.linalg.svdvals(last.taken.movedim(1, 0)[:, queries[:, runs.rows]])
     assert (sizes[:, count - 1] > 1e-4 * sizes[:, 0]).all()
