@@ -8,6 +8,7 @@ import logging
 import resource
 import subprocess
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import cache, partial
 from importlib.metadata import version
 from pathlib import Path
@@ -380,3 +381,20 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
 def patches_unseen(monkeypatch: pytest.MonkeyPatch) -> None:
     """What a test puts into the package to stop or count a run does not make it another run."""
     monkeypatch.setattr("anchorlens.runs.identity.changed", lambda *_: {})
+
+
+@pytest.fixture
+def coarse_default() -> Any:
+    """A context in which tensors of no named type have a coarse one, as where a user sets it."""
+
+    import torch
+
+    @contextmanager
+    def inside() -> Iterator[None]:
+        torch.set_default_dtype(torch.bfloat16)
+        try:
+            yield
+        finally:
+            torch.set_default_dtype(torch.float32)
+
+    return inside

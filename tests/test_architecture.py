@@ -267,14 +267,18 @@ MAKERS = {"arange", "empty", "eye", "full", "linspace", "ones", "rand", "randint
 MAKERS |= {"randperm", "tensor", "tril_indices", "triu_indices", "zeros"}
 
 
-def test_every_new_tensor_names_its_device() -> None:
-    """Otherwise it would be where ``torch.set_default_device`` of the user says."""
-    makers = {f"torch.{name}" for name in MAKERS}
+# What they make is of torch's default type; the others make whole numbers, or see it in values.
+OF_DEFAULT_TYPE = {"empty", "eye", "linspace", "ones", "rand", "randn", "zeros"}
+
+
+@pytest.mark.parametrize(("makers", "named"), [(MAKERS, "device"), (OF_DEFAULT_TYPE, "dtype")])
+def test_every_new_tensor_names_its_device_and_type(makers: set[str], named: str) -> None:
+    """Otherwise they would be what ``torch.set_default_device`` and its like of the user say."""
     without = {
         f"{name}:{call.lineno}"
         for name, call in CALLS
-        if ast.unparse(call.func) in makers
-        and not any(keyword.arg == "device" for keyword in call.keywords)
+        if ast.unparse(call.func) in {f"torch.{each}" for each in makers}
+        and not any(keyword.arg == named for keyword in call.keywords)
     }
     assert not without
 

@@ -86,7 +86,10 @@ def random(count: int, segments: int, generator: torch.Generator) -> Subsets:
         return _subsets_numbered(numbers[:count], segments)
     drawn: dict[tuple[bool, ...], None] = {}  # in the order of the draw
     while len(drawn) < count:
-        coins = torch.rand(count, segments, generator=generator, device="cpu") < 0.5
+        coins = (
+            torch.rand(count, segments, generator=generator, dtype=torch.float32, device="cpu")
+            < 0.5
+        )
         drawn |= dict.fromkeys(map(tuple, coins.tolist()))
     return torch.tensor(list(drawn)[:count], device="cpu")
 
@@ -210,7 +213,9 @@ def _orders(
     _refuse_many(2 ** min(segments, 64) if is_exact else permutations * (segments + 1), segments)
     if is_exact:
         return _subsets_numbered(torch.arange(2**segments, device="cpu"), segments)
-    scores = torch.rand(permutations, segments, generator=generator, device="cpu")
+    scores = torch.rand(
+        permutations, segments, generator=generator, dtype=torch.float32, device="cpu"
+    )
     rank = scores.argsort(1).argsort(1)  # when each segment is added
     return (rank[:, None] < torch.arange(segments + 1, device="cpu")[:, None]).flatten(0, 1)
 

@@ -113,7 +113,7 @@ def made_of_tokens(
         info=info,
         text=text,
         encoded=encoded,
-        encoded_accuracy=torch.tensor(accuracy, device="cpu"),
+        encoded_accuracy=torch.tensor(accuracy, dtype=torch.float32, device="cpu"),
     )
 
 

@@ -246,7 +246,9 @@ class SearchedTokens(Trainable):
     def after_step(self, step: int) -> None:
         if self.method.noise is not None:
             generator = torch.Generator().manual_seed((self.seed * 1_000_003 + step) % 2**63)
-            noise = torch.randn(self.embeddings.shape, generator=generator, device="cpu")
+            noise = torch.randn(
+                self.embeddings.shape, generator=generator, dtype=torch.float32, device="cpu"
+            )
             deviation = self.unit * self.method.noise(step, self.steps)
             self.embeddings.add_(deviation * noise.to(self.embeddings))
         if not self.method.keep_continuous:

@@ -321,10 +321,10 @@ def _prompts_of_model(
         for tokens in prompts:
             accuracy, mean_loss = answers_after_tokens(model, tokens, study.batches, loss)
             record = TrainingRecord(
-                losses=torch.zeros(0, device="cpu"),
+                losses=torch.zeros(0, dtype=torch.float32, device="cpu"),
                 checked_steps=torch.tensor([0], device="cpu"),
-                held_out_accuracy=torch.tensor([accuracy], device="cpu"),
-                held_out_loss=torch.tensor([mean_loss], device="cpu"),
+                held_out_accuracy=torch.tensor([accuracy], dtype=torch.float32, device="cpu"),
+                held_out_loss=torch.tensor([mean_loss], dtype=torch.float32, device="cpu"),
             )
             made.append(made_of_tokens(model, tokens, study.batches, tokenizer, loss, record, info))
         return gather_from_processes("hard prompts", made)[0]

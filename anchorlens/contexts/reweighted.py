@@ -185,7 +185,7 @@ def train_reweighting(
             beta=best.expand(shape).cpu().clone(),
             label_classes=torch.tensor(classes, device="cpu"),
             losses=torch.tensor(rounds, dtype=torch.float32, device="cpu"),
-            vanilla_loss=torch.tensor(vanilla, device="cpu"),
+            vanilla_loss=torch.tensor(vanilla, dtype=torch.float32, device="cpu"),
             info=run.describe() | {"learned_shape": list(parameter.shape), "shared_prefix": shared},
         )
         # On GPUs the betas of processes may differ in the last bits, but a later run divides its
@@ -231,7 +231,9 @@ def _mean_loss(model: HookedModel, loss: LossOfBatch, passes: Iterable[QueryPass
 def _parameter(
     model: HookedModel, shape: tuple[int, ...], start: Float[Tensor, "_ _ _"] | None
 ) -> Tensor:
-    values = torch.zeros(shape, device="cpu") if start is None else start.detach()
+    values = (
+        torch.zeros(shape, dtype=torch.float32, device="cpu") if start is None else start.detach()
+    )
     fits = values.ndim == 3 and all(
         size in (1, full) for size, full in zip(values.shape, shape, strict=True)
     )

@@ -148,7 +148,7 @@ class ByScore(InOneLine):
             raise MetricError(f"{self.name} reads a gradient, but demonstrations have no loss")
         with frozen_in_eval_mode(model):
             cache = run_prefix(model, shared, hooks=hooks, observers=observed.hooks)
-        seen = observed.seen(torch.empty(1, 0, device="cpu"), None)
+        seen = observed.seen(torch.empty(1, 0, dtype=torch.float32, device="cpu"), None)
         scores = called("score", self.score, "keys and values, and what was read", cache, seen)
         fits = holds_numbers(scores) and scores.numel() and scores.shape[-1:] == (length,)
         if not fits or not scores.isfinite().all():
@@ -206,7 +206,7 @@ def random_tokens(seed: int, keep: Keep = anchors_and_format) -> Selection:
     def select(demonstrations: PromptBatch) -> Bool[Tensor, " position"]:
         count, always = _budget(demonstrations, keep)
         generator = draw_generator(seed, int(demonstrations.demonstrations_id[0]))
-        scores = torch.rand(len(always), generator=generator, device="cpu")
+        scores = torch.rand(len(always), generator=generator, dtype=torch.float32, device="cpu")
         return _highest(scores, count, always)
 
     return select

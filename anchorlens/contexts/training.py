@@ -249,8 +249,8 @@ class TrainingRun:
                 )
         optimizer = training.optimizer or optimizer
         with gradient_mode(True):  # a step of a number, so that a wrong one is seen at once
-            number = torch.zeros(1, requires_grad=True, device="cpu")
-            number.grad = torch.zeros(1, device="cpu")
+            number = torch.zeros(1, dtype=torch.float32, requires_grad=True, device="cpu")
+            number.grad = torch.zeros_like(number)
             try:
                 optimizer([number]).step()
             except Exception as error:  # whatever a function of the user raises
@@ -468,10 +468,10 @@ class _State:
 
     def record(self, info: Mapping[str, Any] | None = None) -> TrainingRecord:
         return TrainingRecord(
-            losses=torch.tensor(self.losses, device="cpu"),
+            losses=torch.tensor(self.losses, dtype=torch.float32, device="cpu"),
             checked_steps=torch.tensor(self.checked, device="cpu"),
-            held_out_accuracy=torch.tensor(self.accuracies, device="cpu"),
-            held_out_loss=torch.tensor(self.held_out_losses, device="cpu"),
+            held_out_accuracy=torch.tensor(self.accuracies, dtype=torch.float32, device="cpu"),
+            held_out_loss=torch.tensor(self.held_out_losses, dtype=torch.float32, device="cpu"),
             info=info or {},
         )
 

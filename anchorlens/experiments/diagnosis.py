@@ -216,7 +216,9 @@ def class_orders(n_classes: int) -> Int[Tensor, "order class"]:
     if n_classes <= ALL_UP_TO:
         return torch.tensor(list(permutations(range(n_classes))), device="cpu")
     generator = torch.Generator().manual_seed(0)
-    drawn = torch.rand(DRAWS, n_classes, generator=generator, device="cpu").argsort(1)
+    drawn = torch.rand(
+        DRAWS, n_classes, generator=generator, dtype=torch.float32, device="cpu"
+    ).argsort(1)
     return torch.cat([torch.arange(n_classes, device="cpu")[None], drawn])
 
 

@@ -258,7 +258,7 @@ class AttentionAUCROC(Metric):
         return {
             "attention": torch.einsum("blha,bac->blhc", attention, of_class.double()),
             "probabilities": scores.double().softmax(-1),
-            "rounding": torch.tensor([margins] * len(batch), device="cpu").double(),
+            "rounding": torch.tensor([margins] * len(batch), dtype=torch.double, device="cpu"),
         }
 
     def result(self, contributions: Contributions) -> AttentionAUCROCRecord:

@@ -303,7 +303,9 @@ def try_weight(weight: Weight | WithValues, heads: int, batch: PromptBatch) -> N
         return  # values come from the model
     prompts, length = batch.tokens.shape
     rows = next(pieces.row_slices(length - batch.first_query, prompts * heads * length))
-    a = torch.full((prompts, heads, rows.stop, length), 1 / length, device="cpu")
+    a = torch.full(
+        (prompts, heads, rows.stop, length), 1 / length, dtype=torch.float32, device="cpu"
+    )
     edge_weights(weight, a, a.clone())  # an edit in place is found in the run
 
 

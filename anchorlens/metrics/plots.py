@@ -15,7 +15,7 @@ def lines(
     record: Record, field: str, names: Sequence[str], *, title: str = "", **options: Any
 ) -> go.Figure:
     """A field by layer, of one series or several, beside all that is known of it."""
-    random = torch.tensor(record.of_random_models(field), device="cpu")
+    random = torch.tensor(record.of_random_models(field), dtype=torch.double, device="cpu")
     known: dict[str, Any] = {
         **with_ends(record, field, shaped=lambda numbers: numbers[0].view(-1, len(names)).T),
         "reference": record.kinds()[field].reference,

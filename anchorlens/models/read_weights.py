@@ -230,7 +230,7 @@ def best_device() -> str | torch.device:
 
 def refuse_device(device: int | str | torch.device) -> None:
     try:
-        on_device = torch.empty(0, device=device)
+        on_device = torch.empty(0, dtype=torch.float32, device=device)
     except (RuntimeError, AssertionError) as error:
         raise _no_device(device, str(error)) from error
     if on_device.is_meta:

@@ -54,7 +54,9 @@ def check_loss(
         # The logits of two prompts, because those of a batch may not fit into memory.
         first = batch.prompts(0, 2)
         count = len(first.tokens)
-        zeros = torch.zeros(count, *_shape_of_logits(loss, first, model), device=device)
+        zeros = torch.zeros(
+            count, *_shape_of_logits(loss, first, model), dtype=torch.float32, device=device
+        )
         refuse_other_losses(called("loss", loss, "(logits, batch)", zeros, first), count)
         if tried is None or count > len(tried[1]):
             tried = first, zeros
@@ -79,7 +81,7 @@ def check_gradient_of_loss(
     generator = torch.Generator().manual_seed(0)
     options: Any = {"retain_graph": True, "materialize_grads": True}  # 0 where it has none
     for _ in range(_DRAWS):  # a hinge may have no gradient at some logits
-        drawn = torch.randn(zeros.shape, generator=generator, device="cpu")
+        drawn = torch.randn(zeros.shape, generator=generator, dtype=torch.float32, device="cpu")
         logits = drawn.to(zeros.device).requires_grad_()
         losses = loss(logits, batch)
         if not losses.requires_grad or not losses.isfinite().all():

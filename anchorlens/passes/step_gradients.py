@@ -136,7 +136,7 @@ def _gradients_of_steps(
     through once for all. One backward pass computes all steps where each operation allows it.
     """
     numbers = torch.tensor(steps, device=rows.device)
-    chosen = torch.zeros(len(steps), *rows.shape, device="cpu").to(of_rows)
+    chosen = of_rows.new_zeros(len(steps), *rows.shape)
     chosen[range(len(steps)), 0, numbers] = of_rows[0, numbers]
     gradients_of = partial(torch.autograd.grad, rows, tensors, retain_graph=True)
     if len(chosen) > 1:

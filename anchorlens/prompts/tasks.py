@@ -31,7 +31,7 @@ def check_score(score: Any) -> None:
     from ..system.devices import holds_numbers
 
     for words in (1, 3):
-        log_probs = torch.full((2, words), -1.0, device="cpu")
+        log_probs = torch.full((2, words), -1.0, dtype=torch.float32, device="cpu")
         try:
             values = score(log_probs, -1)
         except TypeError as error:

@@ -495,7 +495,10 @@ class _Compared(Question):
         y = answers.of_subsets(kept).log_odds if kept.shape[1] else kept[..., 0].double()
         shape, texts = (_RANDOM_SCORES, self.segments), digests(batch, batch.attention_mask)
         seeds = [draw_generator(self.given.seed, text) for text in texts.tolist()]
-        drawn = [torch.rand(shape, generator=generator, device="cpu") for generator in seeds]
+        drawn = [
+            torch.rand(shape, generator=generator, dtype=torch.float32, device="cpu")
+            for generator in seeds
+        ]
         random = torch.stack(drawn).double()
         rounding, of_exact = answers.rounding[:, None], torch.zeros_like(random[..., 0])
         of_random = lds(kept, y, rounding, random, of_exact).mean(1, keepdim=True)

@@ -292,7 +292,11 @@ class _PartsOfTask:
             right[name] = results["accuracy"].correct
         labels = [query.label for query in drawn.queries]
         is_commonest = [float(label == max(labels, key=labels.count)) for label in labels]
-        return right | {"always the commonest class": torch.tensor(is_commonest, device="cpu")}
+        return right | {
+            "always the commonest class": torch.tensor(
+                is_commonest, dtype=torch.float32, device="cpu"
+            )
+        }
 
     def table_2(self) -> Mapping[str, Record]:
         """What compressed demonstrations keep, beside prompts without texts, and random words."""

@@ -379,7 +379,7 @@ class StrongestFlows:
     count: int  # how many are looked for
     queries: Tensor = field(default_factory=lambda: torch.zeros(0, dtype=torch.long, device="cpu"))
     keys: Tensor = field(default_factory=lambda: torch.zeros(0, dtype=torch.long, device="cpu"))
-    sizes: Tensor = field(default_factory=lambda: torch.zeros(0, device="cpu"))
+    sizes: Tensor = field(default_factory=lambda: torch.zeros(0, dtype=torch.float32, device="cpu"))
     total: float = 0.0  # the saliency of all flows between different tokens
 
     def add(self, query: int, key: int, saliency: Float[Tensor, "query key"]) -> None:

@@ -132,7 +132,9 @@ def _in_all_layers(record: _R) -> _R:
         if name in bounds:  # no resample has another
             bounds[name] = bounds[name] * 0 + fields[name]
     of_sets = {
-        name: spread(name, torch.tensor(each, device="cpu"), 1).tolist() if name in axes else each
+        name: spread(name, torch.tensor(each, dtype=torch.double, device="cpu"), 1).tolist()
+        if name in axes
+        else each
         for name, each in record.info.get("of_sets", {}).items()
     }
     info = {**record.info, **({"of_sets": of_sets} if of_sets else {})}

@@ -56,6 +56,18 @@ def test_an_interrupted_training_continues_to_the_same_bits(
     assert same(call(folder=tmp_path), expected) and not steps
 
 
+@pytest.mark.slow_cases("trained contexts", *TRAINERS)
+@pytest.mark.parametrize("kind", TRAINERS)
+def test_the_default_type_of_torch_changes_no_training(
+    gpt2: Any, kind: str, coarse_default: Any
+) -> None:
+    batches, held_out = split(gpt2)
+    call = partial(TRAINERS[kind], gpt2, batches, held_out=held_out, steps=2)
+    expected = call()
+    with coarse_default():
+        assert same(call(), expected)
+
+
 @pytest.mark.slow_cases("trained contexts", "hard prompt")
 @pytest.mark.changes_model
 @pytest.mark.parametrize("kind", TRAINERS)

@@ -166,6 +166,16 @@ def test_numbers_are_those_that_are_stored_and_means_over_sets(
         assert_means_over_sets(result, contributions)
 
 
+@pytest.mark.slow_cases("many passes", "diagnosis")
+@pytest.mark.parametrize("call", ["faithfulness", "diagnosis", "contexts"])
+@pytest.mark.filterwarnings("ignore")
+def test_the_default_type_of_torch_changes_no_number(call: str, coarse_default: Any) -> None:
+    name = f"gpt2.one.shared.{call}"
+    expected = numbers_of(name)
+    with coarse_default():
+        assert not [*differences(numbers_of(name), expected)]
+
+
 def assert_means_over_sets(
     result: Callable[[al.Contributions], al.Record], of_prompts: Mapping[str, Tensor]
 ) -> None:
