@@ -11,6 +11,7 @@ not serve: they hold texts, file names and line numbers, and ask objects what is
 """
 
 import abc
+import builtins
 import dis
 import functools
 import gc
@@ -52,7 +53,8 @@ from . import installed
 _PLAIN = {type(None), bool, int, float, complex, str, bytes, range, type(...), type(NotImplemented)}
 _PLAIN |= {torch.dtype, torch.device, torch.layout, torch.memory_format, torch.Size}
 _PLAIN |= {type(Path()), pathlib.PurePosixPath, pathlib.PureWindowsPath}
-_CONTAINERS = (dict, list, tuple, set, frozenset, str, bytes, int, float, complex, Tensor)
+# What they hold is in no attribute.
+_CONTAINERS = (*(x for x in vars(builtins).values() if type(x) is type and x is not object), Tensor)
 _BASES = (object, abc.ABC, Generic, Protocol)
 # What Python adds to each class; modules, line numbers, texts and annotations decide no number.
 _NOT_OF_CLASS = {"__dict__", "__weakref__", "__module__", "__doc__", "__annotations__", "__slots__"}
@@ -308,7 +310,7 @@ class _Walk:
         if is_ours and issubclass(kind, tuple):
             self._add_all("parts", *value)
         elif issubclass(kind, _CONTAINERS):
-            self._miss(f"a {_in_full(kind)}, whose class inherits from a container or a number")
+            self._miss(f"a {_in_full(kind)}, whose class inherits from one of Python's own")
         else:
             own = _fields_of(value)
             declared = fields(value) if is_dataclass(value) else ()

@@ -281,6 +281,9 @@ OTHERS = (
     ),
     "class A(ValueError): pass\nvalue = A(1)\nvalue.k = N",
     "class A(dict): pass\nvalue = A(a=N)",
+    "class A(Exception): pass\nvalue = A(N)",
+    "class A(bytearray): pass\nvalue = A(int(N))",
+    "class A(property): pass\nvalue = A(lambda x: N * x)",
     *(
         f"class A({kind}): pass\nvalue = A({content})"
         for kinds, content in (("str int float", "N"), ("list tuple set", "[N]"))
