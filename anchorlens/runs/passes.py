@@ -39,6 +39,7 @@ from ..prompts.ties import TIES, noting_ties, warn_of_ties
 from ..prompts.verbalizer import label_scores
 from ..results.record import Record
 from ..results.results import Results
+from ..system.arguments import checked
 from ..system.devices import with_numbers
 from ..system.processes import gather_from_processes
 from ..system.texts import described
@@ -355,7 +356,7 @@ def results_of(
             continue
         try:
             own = {} if found.pop(TIES, None) is None else told
-            record = answered(question, found)
+            record = checked(answered)(question, found)  # which names an iterator that ended
             results[question.name] = replace(record, info={**record.info, **own})
         except AnchorlensError as error:
             reasons.setdefault(question.name, str(error))

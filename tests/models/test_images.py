@@ -250,7 +250,7 @@ REFUSED: dict[str, tuple[Callable[[Any, al.PromptBatch], Any], str]] = {
     ),
     "one without its image": (without_image(lambda b: ({}, *b.inputs[1:])), WITHOUT),
     "all without images": (without_image(lambda b: ()), WITHOUT),
-    "one prompt": (with_inputs({}), "one for each of its 3 prompts, or none; got 1"),
+    "one prompt": (with_inputs({}), "one for each of 3 prompts, or none; got 1"),
     "words as inputs": (
         with_inputs("pixels", "pixels", "pixels"),
         "are what the model's forward takes for each prompt",
