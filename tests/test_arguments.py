@@ -314,6 +314,7 @@ PAIRS = "write edges by number as al.edges.pairs"
         (lambda _: api.PromptBatch.from_segments([3]), "its axes are 1"),
         (lambda _: api.sample_prompts(0, "sst2", "a.csv"), r"read it: al.load_examples\('a.csv'"),
         (lambda _: api.sample_prompts(0, "sst2", "sst2"), r"read it: al.load_examples\('sst2'\)"),
+        (lambda s: api.build_segments(s.model, [("q", "Who?"), ("a", " I.")]), "write it in brac"),
         (lambda _: api.sample_queries([("Fun.", 1)], 1), r"write al.Example\('Fun.', 1\)"),
         (lambda _: api.sample_queries({"train": []}, 1), "give its rows: one of several splits"),
         (lambda s: api.PromptBatch(s.batch.tokens), r".*al.PromptBatch.from_segments\("),

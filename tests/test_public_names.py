@@ -103,6 +103,13 @@ def test_a_word_of_other_tools_leads_to_a_call_that_is_right(word: str) -> None:
     assert calls
 
 
+def test_an_unknown_field_is_told_with_those_that_there_are() -> None:
+    with pytest.raises(AttributeError, match=r"no .flow.; its fields are acc"):
+        made_up_record(al.records.AccuracyRecord).flow  # noqa: B018
+    with pytest.raises(AttributeError, match=r"no attribute .HookedModel.$"):  # of another module
+        al.HookedModel  # noqa: B018
+
+
 def test_the_package_has_its_version() -> None:
     installed = importlib.metadata.version("anchorlens")
     assert al.__version__ == installed == identity.versions()["anchorlens"]

@@ -19,7 +19,9 @@ from ..results.kinds import mean, of_prompts
 from ..results.record import Record
 from ..runs.passes import WHOLE, Passes
 from ..system.arguments import checked
+from ..system.processes import is_main
 from ..system.texts import name_of
+from ..system.warn import warn_user
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -115,5 +117,10 @@ class Loss(Question):
         return {name: losses[hooks] for name, hooks in runs.items()}
 
     def once(self, passes: Passes, contributions: Mapping[str, Tensor]) -> Mapping[str, Any]:
-        """The loss, and that its passes ran whole prompts."""
+        """The loss, and that its passes ran whole prompts; a warning where hooks change nothing."""
+        if passes.hooks and contributions["loss"].equal(contributions["clean"]) and is_main():
+            warn_user(
+                "hooks change the loss of no prompt; they may act at positions after those that it "
+                "reads, as replace_heads does at the target (positions= names others)"
+            )
         return {"info": {"loss": name_of(self.loss), "shared_prefix": WHOLE}}

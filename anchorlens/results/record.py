@@ -73,7 +73,7 @@ class Record(KeepsRepr):
 
     def __getattr__(self, name: str) -> Any:
         """An error, which says what to write for a name of pandas; of type Any, as in ``run``."""
-        cure = instead_of(f"record.{name}")
+        cure = instead_of(f"record.{name}") or f"; its fields are {', '.join(self.axes())}"
         raise AttributeError(f"{type(self).__name__} has no {name!r}{cure}", name=name, obj=self)
 
     def __repr__(self) -> str:

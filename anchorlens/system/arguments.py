@@ -351,7 +351,10 @@ def _as_list(value: Any, hint: Any, origin: Any) -> Any:
         )
     if isinstance(value, set | frozenset) and origin is Sequence:
         raise _Unfit("; a set has no order")
-    converted = [as_hint(row, hint) for row in rows]
+    try:
+        converted = [as_hint(row, hint) for row in rows]
+    except _Unfit as unfit:
+        raise _Unfit(str(unfit) or "; write it in brackets" * _fits(value, hint)) from None
     return _same_if_unchanged(rows, converted if isinstance(rows, list) else tuple(converted))
 
 

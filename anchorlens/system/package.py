@@ -69,8 +69,7 @@ def _home_of(package: str, name: str, origins: Mapping[str, tuple[str, str]]) ->
         return f"; it is {known.__name__}.{name}"
     modules = [_imported(*origin) for origin in origins.values() if _is_module(*origin)]
     for module in (*modules, import_module(f"{package}.hooks")):
-        kind = str(getattr(getattr(module, name, None), "__module__", ""))
-        if kind.startswith(package):
+        if getattr(getattr(module, name, None), "__module__", "") == module.__name__:
             return f"; it is {package}.{module.__name__.rpartition('.')[2]}.{name}"
     return ""
 

@@ -87,6 +87,20 @@ def test_losses_at_chosen_positions_are_those_of_plain_transformers(exact_model:
     assert unchanged.change == 0
 
 
+def test_hooks_that_change_no_loss_are_told(gpt2: Any) -> None:
+    """By default heads are replaced at the target, after which a text ends."""
+    asked = [al.Loss(al.losses.span_cross_entropy("text"))]
+    with pytest.warns(UserWarning, match="hooks change the loss of no prompt; .*positions="):
+        record = al.run(
+            gpt2,
+            al.build_segments(gpt2, TEXTS),
+            asked,
+            hooks=lambda batch: al.replace_heads(gpt2, batch, 0.0, 1),
+            **QUIET,
+        )["loss"]
+    assert record.change == 0
+
+
 def test_losses_of_labels_are_means_over_sets_in_every_way(exact_gpt2: Any) -> None:
     batches = [*questions(exact_gpt2, 4, batch_size=2), *questions(exact_gpt2, 4, seed=2)]
     cut = without_heads(exact_gpt2, CUT)
