@@ -335,6 +335,11 @@ def layer_of(point: Any) -> int:
     return int(found[1]) if found else 0
 
 
+@checked  # an error names an iterator that ended
+def _record_of(answered: Callable[..., Any], question: Any, found: Any) -> Any:
+    return answered(question, found)
+
+
 def results_of(
     questions: Sequence[Question],
     contributions: Mapping[str, Tensor],
@@ -356,7 +361,7 @@ def results_of(
             continue
         try:
             own = {} if found.pop(TIES, None) is None else told
-            record = checked(answered)(question, found)  # which names an iterator that ended
+            record = _record_of(answered, question, found)
             results[question.name] = replace(record, info={**record.info, **own})
         except AnchorlensError as error:
             reasons.setdefault(question.name, str(error))
