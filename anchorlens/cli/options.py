@@ -45,12 +45,10 @@ def _listed(text: Any) -> list[str]:
 
 
 def _given_words(context: Any, parameter: Any, values: Any) -> list[str] | None:
-    """The different words of an option."""
     return _different(parameter.opts[0], "different words", values) if values else None
 
 
 def _whole_numbers(context: Any, parameter: Any, values: Any) -> list[int]:
-    """The different whole numbers of an option."""
     option, what = parameter.opts[0], "different whole numbers"
     words = _different(option, what, values)
     try:
@@ -146,7 +144,6 @@ class Common:
 
     @property
     def output(self) -> Output:
-        """Where the output goes."""
         return Output(self.quiet, self.as_json)
 
     def settings(self) -> dict[str, Any]:

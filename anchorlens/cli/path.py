@@ -102,10 +102,7 @@ def answered(command: str, understand: Callable[[Any], Asked], options: Any) -> 
 
 
 def _loaded(asked: Asked) -> tuple[Any, Any]:
-    """The model and its tokenizer, after all that can be refused before weights.
-
-    Of several models none, as each is loaded when it is its turn, and the tokenizer of the first.
-    """
+    """The model and its tokenizer; of several models none, and the tokenizer of the first."""
     options, tokenizers, problems = asked.options, list[Any](), list[str]()
     several = isinstance(options.model, list)
     for model in options.model if several else [options.model]:
@@ -129,10 +126,9 @@ def _loaded(asked: Asked) -> tuple[Any, Any]:
 
 
 def _checked_tokenizer(model: str, asked: Asked) -> Any:
-    """The tokenizer of a model, after everything was checked that needs no weights.
+    """The tokenizer of a model, after all checks that need no weights.
 
-    None for a .gguf file, which holds tokenizer and weights in one, and takes as long to read
-    without the weights: there the checks come after loading.
+    None for a .gguf file, which takes as long to read without them: its checks come later.
     """
     if asked.options.device is not None:
         refuse_device(asked.options.device)

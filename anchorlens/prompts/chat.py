@@ -45,26 +45,21 @@ class ChatTask(Task):
     the positions in them. A BOS is in the prompt if the template writes one.
 
     Args:
-        template: As in ``Task``. The part before ``{label}`` is the user's turn; what follows
-            ``{label}`` belongs to the assistant's.
+        template: As in ``Task``; what follows ``{label}`` belongs to the assistant's turn.
         labels: As in ``Task``, but usually without a space before the word, because an answer
             begins with it. Many templates remove spaces around a turn.
-        instructions: The turn of the system, before all others. Without them there is no
-            such turn, and templates may write one of their own.
+        instructions: The system's turn. Without them a template may write one of its own.
         score: As in ``Task``.
-        options: Passed to ``apply_chat_template``: variables of the template, such as
-            ``{"enable_thinking": False}``, or another template, ``{"chat_template": "..."}``. With
-            ``{"sanitize_control_tokens": True}`` control tokens in the texts are read as
-            characters, as transformers 5.24 and newer do.
-        date: The day, as ``"2024-07-26"``, that a template writes which writes today's date. It is
-            fixed, so that the same prompts come tomorrow.
+        options: Passed to ``apply_chat_template``: variables such as ``{"enable_thinking": False}``
+            or a template, ``{"chat_template": "..."}``. With ``{"sanitize_control_tokens": True}``
+            control tokens in texts are read as characters, as transformers 5.24 and newer do.
+        date: The day that templates write as today, ``"2024-07-26"``, so that prompts stay.
 
     Raises:
         PromptError: As for ``Task``, the options are those that ``build_prompts`` sets, or the date
-            is none. In ``build_prompts``: there is no chat template, it fails (many know no system
-            turn), changes a text or writes the instructions after the first demonstration, or the
-            model would not answer where the template asks: it was told to think first, or answers
-            begin with something else, such as the name of a channel.
+            is none. In ``build_prompts``: the template fails (many know no system turn), changes a
+            text, writes the instructions late, or the model would not answer where it asks: it was
+            told to think first, or answers begin with something else, such as a channel's name.
 
     Examples:
         >>> plain = "{% for m in messages %}<{{ m.role }}> {{ m.content }}\n{% endfor %}<assistant>"
@@ -171,10 +166,7 @@ class ChatTask(Task):
         return [piece for piece in (*pieces, Piece(asking, QUERY)) if piece.text]
 
     def _beginning(self, around: Sequence[str], end: str, before: str) -> list[Piece]:
-        """What stands before the first text: the beginning of its turn is format, as of others.
-
-        Some templates write the instructions between the beginning of the turn and its text.
-        """
+        """What stands before the first text, such as instructions; the turn's header is format."""
         if len(around) == 2:  # no demonstration
             before = next(each for each in (*_variants(before), "") if around[0].endswith(each))
             return [Piece(around[0].removesuffix(before), OTHER), Piece(before, QUERY)]
@@ -248,8 +240,7 @@ class ChatTask(Task):
     ) -> bool:
         """Whether what a template asks with, and leaves out of answers, is an empty thought.
 
-        It comes with the switch for "do not think", or is left out of a stored answer that begins
-        with it, or is opened and closed.
+        It comes with "do not think", is left out of an answer that begins so, or opens and closes.
         """
         short = demonstrations[:1]
         now = self._asked(tokenizer, short, query)

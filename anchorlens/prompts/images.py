@@ -6,7 +6,6 @@
 3. What the processor gives beside tokens are the ``inputs`` of the prompt.
 """
 
-import hashlib
 from base64 import b64encode
 from collections.abc import Sequence
 from contextlib import nullcontext
@@ -21,7 +20,7 @@ from torch import Tensor
 from ..errors import PromptError
 from ..system.arguments import checked
 from ..system.files import bytes_of
-from .batch import PromptBatch, check_prompts, demonstrations_ids, digest
+from .batch import PromptBatch, bytes_digest, check_prompts, demonstrations_ids, digest
 from .prompt_html import Picture
 from .segment_names import IMAGE, PADDING, SEGMENTS, of_task
 
@@ -48,18 +47,15 @@ def with_images(
     demonstration and the query has one, or with ``build_segments`` in a piece without a name. In a
     segment of your own its tokens belong to that segment.
 
-    All passes, edges, hooks and metrics take these prompts. They run whole: no tokens are shared,
-    and what goes on from a key-value cache (contexts, words of several tokens in the loss) is
-    refused.
+    All passes, edges, hooks and metrics take these prompts, which run whole: no tokens are shared,
+    and what goes on from a key-value cache (contexts, losses of several tokens) is refused.
 
     Args:
-        batches: Prompts of texts, of ``build_prompts`` or ``build_segments``, built with
-            ``processor.tokenizer``.
+        batches: Prompts of texts, built with ``processor.tokenizer``.
         processor: The processor of the model (``transformers.AutoProcessor.from_pretrained``).
-        images: For each prompt, by its ``index``, the images of the whole prompt in the order of
-            their placeholders: those of the demonstrations, then that of the query. An image is one
-            of Pillow, or the path of a file (PNG, JPEG, WEBP, GIF, BMP or TIFF), with at most
-            33,554,432 pixels.
+        images: For each prompt, by its ``index``, the images in the order of their placeholders:
+            those of the demonstrations, then that of the query. An image is one of Pillow or a file
+            (PNG, JPEG, WEBP, GIF, BMP or TIFF), with at most 33,554,432 pixels.
 
     Returns:
         The batches with the tokens of the images, with ``inputs`` and ``pictures``. Prompts whose
@@ -67,8 +63,7 @@ def with_images(
 
     Raises:
         PromptError: A prompt has other placeholders than images, an image cannot be read, Pillow is
-            missing, ``processor`` is none of images, or a placeholder is not one token or would
-            merge with the text around it.
+            missing, ``processor`` has no images, or a placeholder would merge with the text.
 
     Examples:
         >>> asked = al.Task("<image> {text} ->{label}", labels=[" Human", " Location"])
@@ -137,7 +132,8 @@ class _Reader(dict[Any, _Shown]):
             if sum(each.image.width * each.image.height for each in self.values()) > _KEPT:
                 self.clear()
             image = image_of(source)
-            self[key] = _Shown(source, image, _digest(image), _small(image))
+            pixels = bytes_digest(repr(image.size).encode() + image.tobytes())
+            self[key] = _Shown(source, image, pixels, _small(image))
         return self[key]
 
 
@@ -289,11 +285,6 @@ def _encodes_back(tokenizer: Any, tokens: Sequence[int]) -> bool:
 
 def _table(rows: Sequence[Sequence[int]], width: int, padding: int) -> Tensor:
     return torch.tensor([[*row, *[padding] * (width - len(row))] for row in rows], device="cpu")
-
-
-def _digest(image: Any) -> int:
-    pixels = hashlib.sha256(repr(image.size).encode() + image.tobytes()).digest()
-    return int.from_bytes(pixels[:7], "big")
 
 
 def _small(image: Any) -> str:

@@ -33,10 +33,7 @@ class WrittenPrompt(NamedTuple):
     added: Bool[np.ndarray, " position"]  # tokens without a character, which the tokenizer adds
 
     def piece_of_token(self) -> Int[np.ndarray, " position"]:
-        """The piece of each token: that of its last character, so that a space is the next word's.
-
-        Added tokens are in none, -1.
-        """
+        """The piece of each token's last character (a space is the next word's); -1 if added."""
         sizes = [len(piece.text) for piece in self.pieces]
         of_character = np.repeat(np.arange(len(sizes)), sizes)
         of_token = of_character[np.maximum(self.spans[:, 1] - 1, 0)]
@@ -78,10 +75,7 @@ def write_prompt(
     control: ControlTokens,
     adds_special_tokens: bool = True,
 ) -> WrittenPrompt:
-    """The tokens of joined pieces, of which what the data gives holds no control token.
-
-    A BOS that the text begins with, as that of a chat template does, and the tokenizer adds is one.
-    """
+    """The tokens of joined pieces, with one BOS, and no control token in what the data gives."""
     text = "".join(piece.text for piece in pieces)
     is_data = [piece.is_data for piece in pieces for _ in piece.text]
     tokens, spans, special = encode(tokenizer, text, adds_special_tokens=adds_special_tokens)
@@ -122,8 +116,7 @@ def encode(
 ) -> tuple[list[int], list[Span], list[bool]]:
     """Token ids, the characters [start, end) of each token, and which the tokenizer has added.
 
-    A token begins where the previous token ended, so that " Positive" includes its space. Added
-    tokens that stand ``as_text`` are read as characters.
+    A token begins where the previous one ended: " Positive" has its space. See ``control_tokens``.
     """
     if not as_text:
         return _encoded(tokenizer, text, adds_special_tokens)

@@ -56,8 +56,7 @@ def build_pairs(
     before, found, after = template.partition("{y}")
     if not found or "{x}" not in before:
         raise PromptError(
-            "a template of pairs has {x} and then {y}, such as '{x} -> {y}\\n'; got "
-            f"{template!r}"
+            f"a template of pairs has {{x}} and then {{y}}, '{{x}} -> {{y}}\\n'; got {template!r}"
         )
     space = before[len(before.rstrip()) :]
     shared = not demonstrations or isinstance(demonstrations[0][0], str)
@@ -93,15 +92,14 @@ def sample_pairs(
 ) -> list[PromptBatch]:
     """Word-to-word prompts whose demonstrations and queries are drawn for each seed.
 
+    Other arguments are those of ``build_pairs``.
+
     Args:
-        model: As of ``build_pairs``.
         pairs: Pairs to draw from, or the name of bundled ones: ``"antonyms"``, ``"capitals"``,
             ``"plurals"`` or ``"past"`` (the past of verbs).
         queries: Queries of each seed; none is a demonstration of that seed.
         shots: Demonstrations of each seed.
         seeds: Each draws demonstrations and queries.
-        template: As of ``build_pairs``.
-        batch_size: The most prompts of a batch.
 
     Returns:
         Batches in which all seeds have the same label words.

@@ -90,10 +90,9 @@ def token_spans(
     start: int = 0,
     pictures: Sequence[Picture] = (),
 ) -> str:
-    """Tokens, the first at ``start``, as HTML elements that show their segment.
+    """Tokens, the first at ``start``, as HTML elements that show their segment, and images.
 
-    Tokens without a text of their own (bytes of one character) are joined with the next token of
-    their segment, and padding is left out. An image stands in the place of its tokens.
+    Tokens without a text of their own (bytes of one character) are joined with the next one.
     """
     return "".join(
         _element(segment, _html(text), names, f' data-token="{start + position}"')

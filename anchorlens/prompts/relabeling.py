@@ -42,10 +42,8 @@ def relabel(
 
     Args:
         demonstrations: One set, or one set for each query, as for ``build_prompts``.
-        task: The task of the demonstrations.
         how: ``relabeling.gold``, ``relabeling.random(seed)``, ``relabeling.flipped(share, seed)``,
-            ``relabeling.symbols(words)``, or your own function: (task, demonstrations) to (task,
-            demonstrations), for one set.
+            ``relabeling.symbols(words)``, or your own function, (task, demonstrations) to the same.
 
     Raises:
         PromptError: A demonstration has no label or one that is not a class of the task, a class
@@ -55,7 +53,6 @@ def relabel(
         >>> task, demos = al.TASKS["trec"], al.sample_demonstrations(al.load_examples("questions"))
         >>> how = al.relabeling.flipped(share=1.0, seed=0)
         >>> task, flipped = al.relabeling.relabel(demos, task, how)
-        >>> prompts = al.build_prompts(model.tokenizer, task, flipped, ["Who?"])
         >>> any(before.label == after.label for before, after in zip(demos, flipped))
         False
     """
@@ -108,8 +105,7 @@ def flipped(share: float = 1.0, seed: int = 0) -> Relabeling:
     """A share of the demonstrations gets another class, the same for all of one class.
 
     The classes exchange their labels in pairs, so that flipping twice with one seed gives the true
-    labels. An odd number of classes cannot be divided into pairs: then three of them change in a
-    circle, and flipping six times gives the true labels.
+    labels. Of an odd number three change in a circle: there flipping six times does.
 
     Args:
         share: Share of the demonstrations that change, from 0 to 1, rounded to a whole number of
@@ -148,8 +144,7 @@ def symbols(words: Sequence[str]) -> Relabeling:
     """Other label words, which mean nothing; the classes of the demonstrations do not change.
 
     Args:
-        words: A word for each class, in the order of the classes, written as label words are:
-            with the space before them (``[" A", " B"]``).
+        words: A word for each class, in their order, with a space before it (``[" A", " B"]``).
 
     Raises:
         PromptError: When it is used: there is not a label word for each class.

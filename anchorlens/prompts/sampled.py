@@ -45,8 +45,7 @@ def sample_prompts(
         The batches of the first seed, then those of the next.
 
     Raises:
-        DataError: There is no task of that name, a task of your own has no examples, there are too
-            few of them, or seeds are not different.
+        DataError: The task has no such name or no examples, these are too few, or seeds are equal.
         PromptError: As ``build_prompts``, or the model has no tokenizer.
 
     Examples:

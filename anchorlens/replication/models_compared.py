@@ -224,25 +224,21 @@ def across_models(
 
     Args:
         models: Names on the hub, folders or ``.gguf`` files, one or a list; or a mapping by names
-            of your own, whose values may also be hooked models, which stay in memory, and functions
-            without arguments that load one.
+            of your own to these, hooked models (which stay in memory) or functions that load one.
         task: As in ``sample_prompts``; or a function of the tokenizer that makes the prompts.
-        revisions: Branches, tags or commits on the hub, such as checkpoints of a training: each
-            model is analysed at each of them.
+        revisions: Branches, tags or commits on the hub, at each of which each model is analysed.
         device: As in ``load_model``, for models that are given by name.
         keep: Called with the claims of all models so far after each model, in the main process.
-        folder: Stores what each batch of each model contributed; after an interruption, or with
-            more models, the same call goes on from there. Models are loaded again, to compare them.
-            What is stored of another run is not used: the row of its model fails, with the reason.
+        folder: Stores what each batch contributed; after an interruption, or with more models, the
+            same call goes on from there. A model that it stores another run of fails.
         progress: Show progress bars, and the time that all models take.
 
     Returns:
         The claims of each model, in the order of ``models``.
 
     Raises:
-        ModelError: Before any weights are loaded: there is no model, one comes twice, one is on
-            this machine and has no revisions, or the device does not exist.
-        AnchorlensError: Before any weights are loaded: another argument is wrong.
+        ModelError: There is no model, one comes twice, one on this machine has revisions, or the
+            device does not exist: before any weights are loaded, as for other wrong arguments.
 
     Examples:
         >>> few = {"queries": 12, "depth": 1, "draws": 2, "progress": False}

@@ -98,8 +98,7 @@ def plot_answer(flows: StepFlowsRecord) -> AnswerFlows:
         flows: What ``step_flows`` returns, or ``trace_generation(...).flows``.
 
     Returns:
-        The flows, which a notebook shows, ``save`` writes into an HTML file, and ``write_report``
-        puts into a report.
+        The flows, which a notebook shows, ``save`` writes into a file and ``write_report`` takes.
 
     Raises:
         MetricError: ``flows`` holds no texts of tokens, or numbers that are not finite.

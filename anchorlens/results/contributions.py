@@ -24,8 +24,7 @@ class Contributions(Mapping[str, Tensor]):
 
     Args:
         tensors: Tensor["prompt ..."] by name.
-        sets: The number of the set of each prompt over which a result is averaged; by default all
-            prompts are of one set, as they are where small sets are pooled.
+        sets: The number of the set of each prompt over which a result is averaged; by default one.
         demonstrations: The number of the demonstrations of each prompt; by default as ``sets``.
 
     Examples:

@@ -70,8 +70,7 @@ def lines_by_layer(
         names: a name for each series, for the legend.
         dashed: names of the series to draw dashed, such as baselines.
         reference: height of a dotted horizontal line, such as chance.
-        random: the same numbers of models with random weights; for each series a hatched band from
-            the smallest draw to the largest.
+        random: the same of models with random weights, of which a hatched band shows the range.
         random_names: short names of the series in the legend of these bands; by default `names`.
         colors: the colours of the series, in turn.
         log: whether the y axis is logarithmic.
@@ -348,8 +347,6 @@ def pairs(
     """Draw two numbers of each pair as a dot, where a table would have too many cells.
 
     Args:
-        x: the number along the x axis.
-        y: the number along the y axis.
         names: the name of each pair, which is shown under the pointer.
         named: so many of the lowest dots have their names beside them; of equal ones the first.
 
@@ -409,15 +406,13 @@ def heat_map(
 
     Args:
         values: a number for each cell; NaN leaves a gap.
-        rows: names of the rows, from the top; None counts them from 0. Of more than 40, some are
-            left out.
+        rows: names of the rows, from the top, of which 40 are shown; None counts them from 0.
         columns: the same of the columns.
         panels: a title for each table.
         bar_title: what the numbers are, for the colour bar.
         row_title: what a row is, along the y axis.
         column_title: what a column is, along the x axis.
-        limits: the numbers at the ends of the colours; by default the smallest and the largest,
-            where numbers on both sides of 0 have two colours.
+        limits: numbers at the ends of the colours; by default the range, in two colours around 0.
         with_numbers: whether each cell shows its number.
 
     Examples:
@@ -472,7 +467,6 @@ def by_head(
     """Draw a number of each head as a heat map, layers along the x axis.
 
     Args:
-        numbers: a number for each head.
         bar_title: what the numbers are, for the colour bar.
         limits: as of `heat_map`.
 
@@ -667,10 +661,7 @@ def _range_of_lines(
 
 
 def _ticks_of_logarithms(powers: float) -> dict[str, Any]:
-    """Plain numbers along a logarithmic axis of so many powers of 10.
-
-    By itself Plotly writes digits alone, "8" at 0.8, but whole numbers along a short axis.
-    """
+    """Plain numbers along a logarithmic axis of so many powers of 10: plotly writes "8" at 0.8."""
     ticks = [digit * 10.0**power for power in range(-6, 7) for digit in (1, 2, 5)]
     texts = [f"{tick:g}" for tick in ticks]
     return {"tickvals": ticks, "ticktext": texts} if powers > 0.8 else {}

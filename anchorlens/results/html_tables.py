@@ -23,7 +23,6 @@ def table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
 
 
 def titled(heading: str, *parts: str) -> str:
-    """Parts of HTML under a heading."""
     return f"<div><p><strong>{_cell(heading)}</strong></p>{''.join(parts)}</div>"
 
 

@@ -60,10 +60,6 @@ def over_draws(of: str | Callable[[Contributions], Tensor]) -> OverDraws:
 
     Args:
         of: Name of the contribution, or a function of the contributions to such a tensor.
-
-    Examples:
-        >>> al.kinds.over_draws("random_kept").of
-        'random_kept'
     """
     return OverDraws(of)
 
@@ -84,8 +80,7 @@ def mean(
     logarithm; else percentiles.
 
     Args:
-        of: Name of a contribution [prompt, ...], ``over_draws(name)``, or a function of the
-            contributions of a set to such a tensor.
+        of: Name of a contribution [prompt, ...], ``over_draws(name)``, or a function to such ones.
         low: The least number that a prompt can have.
         high: The greatest.
         minus: What is subtracted, paired by prompt: another ``of``, or the number of the entry
@@ -165,8 +160,7 @@ def statistic(
 
     Args:
         of: Function of the contributions of a set to the number.
-        of_sets: Where sets are given, the function from the values and bounds of the sets to the
-            bounds of their mean.
+        of_sets: From the values and bounds of given sets to the bounds of their mean.
     """
     options: dict[str, Any] = {"unit": unit, "by_set": by_set, "pooled": pooled}
     return _field(Statistic(of=of, low=low, high=high, of_sets=of_sets, **options))

@@ -14,8 +14,7 @@ from .text_tables import TextTable, aligned
 class TextFrame(pd.DataFrame):
     """A pandas table whose text has all columns; those that do not fit stand in a block below.
 
-    Pandas itself leaves out the middle columns of a table that is wider than the terminal, and the
-    end of long texts.
+    Pandas leaves out the middle columns of a wide table, and the end of long texts.
 
     Examples:
         >>> print(TextFrame({"accuracy": ["0.50"]}, index=pd.Index(["none"], name="context")))
