@@ -152,9 +152,7 @@ def _checked_tokenizer(model: str, asked: Asked) -> Any:
 def _check_depth(options: Any, layers: int) -> None:
     depth = getattr(options, "depth", None)
     if depth is not None and depth > layers:
-        raise HookError(
-            f"--depth {depth} is more than the {layers} layers of the model; isolate fewer"
-        )
+        raise HookError(f"--depth {depth} is more than the {layers} layers of the model; lower it")
 
 
 def _check_length(length: int, context: int, batches: Sequence[PromptBatch]) -> None:
@@ -204,9 +202,8 @@ def _settled(command: str, asked: Asked, model: Any, tokenizer: Any) -> tuple[An
             if empty := words_that_say_nothing(each.entries):
                 named = ", ".join(map(repr, empty[:5])) + ", ..." * (len(empty) > 5)
                 warn_user(
-                    f"the label words {named} begin with a word that says "
-                    f"nothing of their class, and this word is what the model predicts; write "
-                    f"others into labels of {path}"
+                    f"the label words {named} begin with a word that says nothing of their class, "
+                    f"and is what the model predicts; write others into labels of {path}"
                 )
     return settled, final
 

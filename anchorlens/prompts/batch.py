@@ -189,8 +189,8 @@ class PromptBatch:
     def label_scores(self, logits: Float[Tensor, "batch vocab"]) -> Float[Tensor, "batch class"]:
         """Score of each class, from next-token logits at the target positions.
 
-        It is ``Task.score`` of the log probabilities of the first tokens of its label words; where
-        each class has one word, the logit of its first token.
+        The logit of the first token of its label word; of several words ``Task.score``.
+
         Examples:
             >>> logits = al.target_logits(model, batches, progress=False)
             >>> predictions = batch.label_scores(logits).argmax(-1)
@@ -276,9 +276,7 @@ class PromptBatch:
         _check_fields(self)
         columns = self.attention_mask[start:stop:step].any(0).nonzero()
         if not len(columns):
-            raise PromptError(
-                f"no prompt is in {start}:{stop}:{step} of a batch of {len(self)} prompts"
-            )
+            raise PromptError(f"no prompt is in {start}:{stop}:{step} of a batch of {len(self)}")
         first, last = int(columns[0]), int(columns[-1])
         rows: dict[str, Any] = {
             name: value[start:stop:step]
@@ -351,10 +349,8 @@ class PromptBatch:
             tokens: Token ids, padded on either side.
             label_positions: Position of each label word, in order of appearance. Without label
                 words leave this, the next two and gold out: it is ``from_segments(tokens)`` then.
-            label_classes: Class of each label word.
             label_token_ids: First token of each class's label word, all different; an
                 ``al.prompts.Verbalizer`` where classes have several words.
-            gold: True class of each prompt.
             attention_mask: 1 or True for a token, 0 or False for padding; all 1 by default.
             target_positions: Where the label is predicted; the last token of each row by default.
             begins_with_bos: Whether the first token of each prompt is a BOS.
@@ -764,9 +760,8 @@ def _check_positions(batch: PromptBatch) -> None:
     if late.any():
         row = int(late.any(1).nonzero()[0])
         raise PromptError(
-            f"label words must stand before the target position; prompt {row} has label words at "
-            f"{batch.label_positions[row].tolist()} and its target at "
-            f"{int(batch.target_positions[row])}"
+            "label words must stand before the target position; prompt "
+            f"{row} has them at {first[row]} and its target at {int(batch.target_positions[row])}"
         )
     for name, values in (("label_classes", batch.label_classes), ("gold", batch.gold)):
         if values is not None and not ((values >= 0) & (values < classes)).all():

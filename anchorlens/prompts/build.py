@@ -50,9 +50,8 @@ def build_prompts(
         task: Template, label words and separator; an ``al.ChatTask`` for a chat model.
         demonstrations: One set for all queries, or one for each. Every class needs a demonstration.
         queries: Examples, or texts whose true class is not known.
-        batch_size: Largest number of prompts in a batch.
         padding_side: Side on which shorter prompts are padded. Results do not depend on it.
-        max_length: Most tokens of a prompt; by default the tokenizer's limit (runs have another).
+        max_length: Most tokens of a prompt; by default the tokenizer's limit (in runs the model's).
         drop_too_long: Leave out prompts that are too long, with a warning, in place of an error.
 
     Returns:
@@ -134,7 +133,6 @@ def build_segments(
         prompts: The pieces of each prompt: (name of the segment, text). Pieces of one name are one
             segment; a piece with the name None is in none, and it alone may hold special tokens,
             such as those around the turns of a chat. A text is one segment, ``text``.
-        batch_size: Largest number of prompts in a batch.
         padding_side: Side on which shorter prompts are padded. Results do not depend on it.
 
     Returns:
@@ -158,9 +156,8 @@ def build_segments(
         )
     of_prompts = [[("text", each)] if isinstance(each, str) else each for each in prompts]
     names = tuple(dict.fromkeys(name for pieces in of_prompts for name, _ in pieces if name))
-    control = control_tokens(
-        tokenizer, cure=", or give it in a piece of its own with the name None"
-    )
+    cure = ", or give it in a piece of its own with the name None"
+    control = control_tokens(tokenizer, cure=cure)
     written = [
         _prompt_of_pieces(tokenizer, pieces, names, k, control)
         for k, pieces in enumerate(of_prompts)
@@ -251,8 +248,7 @@ def _prompt_of_pieces(
 ) -> _Prompt:
     if not pieces or any(name == "" for name, _ in pieces):
         raise PromptError(
-            f"prompt {number} must be a list of (name, text), where the name may be None; got "
-            f"{pieces!r}"
+            f"prompt {number} must be a list of (name, text) or (None, text); got {pieces!r}"
         )
     if not any(text for _, text in pieces):
         raise PromptError(f"prompt {number} has no text; got {pieces!r}")

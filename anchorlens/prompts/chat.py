@@ -1,9 +1,8 @@
 """Tasks for chat models: demonstrations are turns of a conversation, in the model's own format.
 
-A chat template is a program, so that where a turn ends up in its text is not known beforehand.
-It is therefore run twice: with the turns, and with marks around the texts in them, which shows what
-stands around each text. Both results must agree to the last character. A third run has an answer to
-the query, which must follow where the template asks for it.
+A chat template is a program. It is therefore run twice: with the turns, and with marks around the
+texts in them, which shows what stands around each text; both must agree to the last character. A
+third run has an answer to the query, which must follow where the template asks for it.
 """
 
 import re
@@ -40,16 +39,14 @@ class ChatTask(Task):
     r"""A task whose demonstrations are turns of user and assistant, by the tokenizer's template.
 
     What stands before ``{label}`` is the user's turn, the label word is the assistant's answer, and
-    the query is the last turn of the user. The tokens are those of
-    ``tokenizer.apply_chat_template(..., add_generation_prompt=True)``, and ``build_prompts`` finds
-    the positions in them. A BOS is in the prompt if the template writes one.
+    the query is the last turn of the user. The tokens are those of ``apply_chat_template`` with
+    ``add_generation_prompt=True``; a BOS is in the prompt if the template writes one.
 
     Args:
         template: As in ``Task``; what follows ``{label}`` belongs to the assistant's turn.
         labels: As in ``Task``, but usually without a space before the word, because an answer
             begins with it. Many templates remove spaces around a turn.
         instructions: The system's turn. Without them a template may write one of its own.
-        score: As in ``Task``.
         options: Passed to ``apply_chat_template``: variables such as ``{"enable_thinking": False}``
             or a template, ``{"chat_template": "..."}``. With ``{"sanitize_control_tokens": True}``
             control tokens in texts are read as characters, as transformers 5.24 and newer do.
@@ -65,14 +62,9 @@ class ChatTask(Task):
         >>> plain = "{% for m in messages %}<{{ m.role }}> {{ m.content }}\n{% endfor %}<assistant>"
         >>> task = al.ChatTask("Review: {text}{label}", labels=["negative", "positive"],
         ...     options={"chat_template": plain})  # a chat model has a template of its own
-        >>> demos = [al.Example("dull", 0), al.Example("fun", 1)]
-        >>> print("".join(piece.text for piece in task.write(model.tokenizer, demos, "so so")))
-        <user> Review: dull
-        <assistant> negative
-        <user> Review: fun
-        <assistant> positive
-        <user> Review: so so
-        <assistant>
+        >>> pieces = task.write(model.tokenizer, [al.Example("fun", 1)], "dull")
+        >>> "".join(piece.text for piece in pieces)
+        '<user> Review: fun\n<assistant> positive\n<user> Review: dull\n<assistant>'
     """
 
     separator: str = field(default="", init=False)
@@ -103,8 +95,7 @@ class ChatTask(Task):
         """The special tokens of the tokenizer, and what else it added that the template writes.
 
         Raises:
-            PromptError: The instructions hold one. With ``sanitize_control_tokens``, as for
-                ``apply_chat_template``, the format of the turns holds none either.
+            PromptError: The instructions hold one; with ``sanitize_control_tokens``, or the format.
         """
         template, is_text = self._template(tokenizer), bool(self.options.get(_AS_TEXT))
         cure = "" if is_text else f", or read it as characters (options={{{_AS_TEXT!r}: True}})"
@@ -126,8 +117,7 @@ class ChatTask(Task):
         """A label word as the template writes it in the answer to a query.
 
         Raises:
-            PromptError: A stored answer does not stand where the template asks for one, so that the
-                model would not answer there.
+            PromptError: A stored answer does not stand where the template asks for one.
         """
         with self._curing(tokenizer, demonstrations, query, word):
             return self._written_word(tokenizer, demonstrations, query, word)
@@ -355,8 +345,7 @@ class ChatTask(Task):
         if tokenizer.chat_template is None and "chat_template" not in self.options:
             raise PromptError(
                 f"the tokenizer {tokenizer.name_or_path!r} has no chat template; use a chat model "
-                "or plain prompts (al.Task), or "
-                "ChatTask(..., options={'chat_template': '...'})"
+                "or plain prompts (al.Task), or ChatTask(..., options={'chat_template': '...'})"
             )
         template = str(tokenizer.get_chat_template(self.options.get("chat_template")))
         if "strftime_now" not in template:
@@ -453,9 +442,8 @@ def _units_in(text: str, turns: Sequence[_Turn], around: Sequence[str]) -> list[
         position += len(fits[0]) + len(after)
     if position != len(text):
         raise PromptError(
-            f"the chat template writes {text[position:]!r} after the turns of these "
-            "demonstrations, which it does not after others; give another template "
-            "(options={'chat_template': '...'})"
+            f"the chat template writes {text[position:]!r} after the turns of these demonstrations"
+            ", not after others; give another template (options={'chat_template': '...'})"
         )
     return found
 

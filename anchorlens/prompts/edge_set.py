@@ -45,9 +45,7 @@ class EdgeClasses:
     later: bool = False
 
     @classmethod
-    def between(
-        cls, queries: Bool[Tensor, "batch position"], keys: Bool[Tensor, "batch position"]
-    ) -> "EdgeClasses":
+    def between(cls, queries: Positions, keys: Positions) -> "EdgeClasses":
         """Edges from each of the queries to each of the keys before it."""
         table = torch.zeros(2, 2, dtype=torch.bool, device="cpu")
         table[1, 1] = True
@@ -104,8 +102,7 @@ class EdgeSet(Tensor):
     _rows_of: RowsOf
     _classes_of: Callable[[], EdgeClasses | None]
     _of_paper: Any = "", None  # its name there, and the prompts of which it was made
-    # Operations reach __torch_dispatch__, also those of an index tensor[edges]; shape and device
-    # are known without values.
+    # Operations reach __torch_dispatch__, also an index tensor[edges]; shape needs no values.
     __torch_function__: Any = torch._C._disabled_torch_function_impl
 
     @staticmethod

@@ -75,7 +75,6 @@ def at(batch: PromptBatch, positions: ColumnNumbers) -> Positions:
 
     Examples:
         >>> first_two = edges.at(batch, batch.label_positions[:, :2])
-        >>> gathered = edges.between(first_two, batch.attention_mask)
         >>> edges.at(batch, [3]).sum(1).tolist() == [1] * len(batch)
         True
     """
@@ -179,10 +178,7 @@ def bos(batch: PromptBatch) -> Positions:
 
 @checked
 def query(batch: PromptBatch) -> Positions:
-    """Positions from the first token of the query to the target position.
-
-    The segment ``query`` does not hold the target position, which is a segment by itself.
-    """
+    """Positions from the first token of the query to the target, which is a segment by itself."""
     return batch.up_to_target & batch.from_query
 
 

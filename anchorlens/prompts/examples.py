@@ -21,10 +21,7 @@ from .datafiles import READERS, Table, nested_fields, read_columns, refuse_no_ro
 @checked
 @dataclass(frozen=True)
 class Example:
-    """A text and its class, or ``None`` if the class is not known.
-
-    ``image`` is the path of its image, if it has one, which ``al.with_images`` takes.
-    """
+    """A text, its class (or ``None``), and the path of its image, if any (see ``with_images``)."""
 
     text: str
     label: int | None = None
@@ -122,8 +119,7 @@ def load_examples(
         classes: The values of the label column in class order, if they are not 0, 1, ...
 
     Raises:
-        DataError: The source, split or column does not exist, a label is not a class, the classes
-            are not different values, or the hub cannot be reached.
+        DataError: Source, split, column or classes are wrong, or the hub cannot be reached.
 
     Examples:
         >>> examples = load_examples("sentiment", split="train")
@@ -149,7 +145,7 @@ def load_examples(
         return _examples(columns, name, text, label, classes, image)
     if image is not None and not _is_file(source):
         raise DataError(
-            f"image={image!r} names a column, which only a file or rows have; {name} is neither"
+            f"image={image!r} is a column, which only a file or rows have; {name} is none"
         )
     if not isinstance(source, Path) and name in BUNDLED:
         with as_file(files("anchorlens") / "data" / f"{name}.jsonl") as path:
@@ -215,9 +211,7 @@ def sample_demonstrations(
                 "each class are asked for; lower shots or give more examples"
             )
     generator = random.Random(seed)
-    drawn = [
-        demo for number in sorted(by_class) for demo in generator.sample(by_class[number], shots)
-    ]
+    drawn = [demo for k in sorted(by_class) for demo in generator.sample(by_class[k], shots)]
     generator.shuffle(drawn)
     return drawn
 

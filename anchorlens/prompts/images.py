@@ -1,9 +1,8 @@
 """Prompts with images: a placeholder becomes the tokens that the processor writes for the image.
 
-1. The processor writes all images of a prompt in one call, between tokens that tell them apart: how
-   many tokens an image has can depend on the others.
-2. The tokens of each image stand where its placeholder was, and all positions move with them.
-3. What the processor gives beside tokens are the ``inputs`` of the prompt.
+The processor writes all images of a prompt in one call, between tokens that tell them apart: how
+many tokens an image has can depend on the others. All positions move with these tokens, and what
+the processor gives beside tokens are the ``inputs`` of the prompt.
 """
 
 from base64 import b64encode
@@ -30,8 +29,7 @@ _SIDE = 96  # pixels of an image that a page draws, at most
 _CURE = "install Pillow: pip install 'anchorlens[images]'"
 # Named, because an image comes from a stranger, and for others Pillow starts a program (EPS).
 _FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF")
-# Twice what a processor keeps at most (4096 x 4096). Pillow holds them in 128 MiB, and a file of
-# some KB can have a hundred times as many.
+# Twice what processors keep (4096 x 4096), in 128 MiB; a file of some KB can have 100 times more.
 _PIXELS = 2**25
 _KEPT = 2**25  # pixels of images that are held for other prompts, before one more is read
 
@@ -63,7 +61,7 @@ def with_images(
 
     Raises:
         PromptError: A prompt has other placeholders than images, an image cannot be read, Pillow is
-            missing, ``processor`` has no images, or a placeholder would merge with the text.
+            missing, ``processor`` is none of images, or a placeholder would merge with the text.
 
     Examples:
         >>> asked = al.Task("<image> {text} ->{label}", labels=[" Human", " Location"])
@@ -177,9 +175,7 @@ class _Writer(NamedTuple):
             else:
                 runs[-1].append(token)
         if len(runs) != len(images):
-            raise PromptError(
-                f"the processor writes {len(runs)} images where there are {len(images)}"
-            )
+            raise PromptError(f"the processor writes {len(runs)} images of {len(images)}")
         return runs, {name: value for name, value in made.items() if name not in _OF_TOKENS}
 
 

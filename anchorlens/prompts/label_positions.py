@@ -1,8 +1,7 @@
 """The positions of label words and of all other pieces of a prompt among its tokens.
 
 A prompt is joined from pieces (a text, a label word, the format around them), so that the piece of
-every character is known. The character offsets of the tokenizer then give the piece of every token.
-Token ids are never searched.
+every character is known, and of every token by its character offsets. Ids are never searched.
 """
 
 import unicodedata
@@ -53,9 +52,7 @@ class WrittenPrompt(NamedTuple):
         spans, word = self.spans, self.text[start:stop]
         inside = np.flatnonzero((spans[:, 1] > start) & (spans[:, 0] < stop))
         if not len(inside):
-            raise PromptError(
-                f"the tokenizer gives no token for the label word {word!r}; choose another"
-            )
+            raise PromptError(f"the tokenizer has no token for label word {word!r}; choose another")
         first, last = int(inside[0]), int(inside[-1])
         if spans[first, 0] != start or spans[last, 1] != stop:
             side = "before" if spans[first, 0] != start else "after"
@@ -120,8 +117,7 @@ def encode(
     """
     if not as_text:
         return _encoded(tokenizer, text, adds_special_tokens)
-    # As transformers does with sanitize_control_tokens: what goes on is encoded after a line break,
-    # because some tokenizers put a space at the beginning.
+    # As transformers does: what goes on is encoded after a line break, as some put a space first.
     line_break = _encoded(tokenizer, "\n", False)[0]
     skipped = len(line_break)
     tokens, spans, special = _encoded(tokenizer, text[: as_text[0][0]], adds_special_tokens)

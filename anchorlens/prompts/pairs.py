@@ -39,7 +39,6 @@ def build_pairs(
         queries: Pairs, whose answer is not in the prompt.
         template: One pair, with ``{x}`` and then ``{y}``. White space before ``{y}`` belongs to
             the answer, and white space at the end separates pairs.
-        batch_size: Largest number of prompts in a batch.
 
     Returns:
         Batches whose ``labels`` are the answers, in the order in which they first occur.

@@ -158,9 +158,7 @@ def _joined_tokens(
     """First position, text or picture and segment of each element; there are ``count`` segments."""
     picture_at = {each.first - start + k: each for each in pictures for k in range(each.length)}
     if len(tokens) != len(segments):
-        raise PromptError(
-            f"each token has a segment; got {len(tokens)} and {len(segments)} segments"
-        )
+        raise PromptError(f"a token has a segment; got {len(tokens)} and {len(segments)} segments")
     if wrong := [segment for segment in segments if not PADDING <= segment < count]:
         raise PromptError(
             f"segments are numbers from 0 to {count - 1}, or {PADDING} for padding; got {wrong[0]}"

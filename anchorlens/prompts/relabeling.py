@@ -1,7 +1,6 @@
 """Other labels for demonstrations: does the model learn from them, or remember the words?
 
-A relabeling is a function from a task and one set of demonstrations to a task and demonstrations.
-The functions of this file make some; your own function works too.
+A relabeling is a function of a task and one set of demonstrations to both, of this file or yours.
 """
 
 from collections.abc import Callable, Sequence
@@ -46,8 +45,7 @@ def relabel(
             ``relabeling.symbols(words)``, or your own function, (task, demonstrations) to the same.
 
     Raises:
-        PromptError: A demonstration has no label or one that is not a class of the task, a class
-            has no demonstration any more, or ``how`` is no such function.
+        PromptError: A label is no class of the task, a class has none, or ``how`` is wrong.
 
     Examples:
         >>> task, demos = al.TASKS["trec"], al.sample_demonstrations(al.load_examples("questions"))

@@ -39,7 +39,6 @@ def sample_prompts(
         shots: Demonstrations of each class.
         seeds: Each draws demonstrations and queries.
         even: Draw as many queries of each class, or one more of some.
-        batch_size: The most prompts of a batch.
 
     Returns:
         The batches of the first seed, then those of the next.

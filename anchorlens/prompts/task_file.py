@@ -59,7 +59,7 @@ def read_task(path: str | Path) -> tuple[Task, Examples]:
         The task, and the examples that ``sample_prompts`` takes.
 
     Raises:
-        DataError: The file or the examples cannot be read, or an entry is wrong or contradicts one.
+        DataError: The file or the examples cannot be read, or entries are wrong or disagree.
         PromptError: Template and labels are no task.
 
     Examples:
@@ -68,7 +68,6 @@ def read_task(path: str | Path) -> tuple[Task, Examples]:
         >>> task, examples = al.prompts.read_task(path)
         >>> task.demonstration("fun", 1)
         'Review: fun\nSentiment: B'
-        >>> batches = al.sample_prompts(model, task, examples, queries=12)
     """
     entries = read_entries(Path(path))
     task = task_of(entries, str(path))

@@ -125,9 +125,7 @@ class Task:
         object.__setattr__(self, "labels", labels)
 
     def __repr__(self) -> str:
-        values = {
-            field.name: repr(getattr(self, field.name)) for field in fields(self) if field.init
-        }
+        values = {each.name: repr(getattr(self, each.name)) for each in fields(self) if each.init}
         # The repr of a function holds an address, which differs between processes.
         values["score"] = name_of(self.score)
         if self.score is mean and self.labels == self.first_words:
@@ -200,8 +198,7 @@ class Task:
         return control_tokens(tokenizer)
 
 
-# A column of the data, or the braces of another library's templates. Other braces are text, such as
-# those of JSON.
+# A column of the data, or the braces of other libraries' templates; others are text, as in JSON.
 _UNKNOWN_FIELD = re.compile(r"\{\{\s*\w+\s*\}\}|\{(?!text\}|label\})[^\W\d]\w*\}")
 
 

@@ -94,8 +94,7 @@ def _plain_tokens(tokenizer: Any) -> Bool[Tensor, " vocab"]:
     left_out = {*tokenizer.all_special_ids, *tokenizer.added_tokens_decoder}
     left_out |= {token for name, token in names.items() if _BYTE_OR_UNUSED.fullmatch(name)}
     ids = sorted(set(names.values()) - left_out)
-    # The methods of the library below transformers take a third of the time. This call removes
-    # the padding and truncation that an earlier call has set there.
+    # The library below transformers is faster. This call removes padding and truncation set there.
     tokenizer("")
     core = tokenizer.backend_tokenizer
     texts = core.decode_batch([[token] for token in ids], skip_special_tokens=False)

@@ -1,9 +1,7 @@
 """``across_models``: the claims of the paper in many models, a verdict for each model and claim.
 
-1. Check all that needs no weights: names, options, the examples of the task, the folder.
-2. Load a model, make its prompts with its own tokenizer, and run ``analyse`` in its own folder.
-3. Keep the claims; if it failed, the reason, and the claims of what was computed before.
-4. Free the model, and go on with the next.
+All that needs no weights is checked first. Then each model is loaded, runs ``analyse`` on prompts
+of its own tokenizer, and is freed; of one that fails the reason is kept, and what came before.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -227,14 +225,9 @@ def across_models(
             of your own to these, hooked models (which stay in memory) or functions that load one.
         task: As in ``sample_prompts``; or a function of the tokenizer that makes the prompts.
         revisions: Branches, tags or commits on the hub, at each of which each model is analysed.
-        device: As in ``load_model``, for models that are given by name.
         keep: Called with the claims of all models so far after each model, in the main process.
         folder: Stores what each batch contributed; after an interruption, or with more models, the
-            same call goes on from there. A model that it stores another run of fails.
-        progress: Show progress bars, and the time that all models take.
-
-    Returns:
-        The claims of each model, in the order of ``models``.
+            same call goes on from there. A row fails if another run of its model is stored.
 
     Raises:
         ModelError: There is no model, one comes twice, one on this machine has revisions, or the

@@ -100,7 +100,7 @@ def paper(
 
     Args:
         model: A hooked model; its attention hooks are verified at first use.
-        examples: By task the examples for demonstrations and training, and for queries (or twice).
+        examples: By task the list for demonstrations and training, and for queries (or the same).
         tasks: Tasks of your own by these names; other names are in ``TASKS``.
         queries: Queries of each task and seed.
         seeds: Each draws demonstrations, 4 training examples a class, and queries.
@@ -130,10 +130,9 @@ def paper(
     check_counts(HookError, depth=depth, draws=draws)
     check_resamples(resamples)
     first_and_last(model, [depth_of(depth, len(attention_layers(model)))])
-    if not parts or len(set(parts)) < len(parts) or not set(parts) <= {*MAIN, *APPENDIX}:
-        raise DataError(
-            f"parts are different ones of {', '.join((*MAIN, *APPENDIX))}; got {list(parts)}"
-        )
+    known = (*MAIN, *APPENDIX)
+    if not parts or len(set(parts)) < len(parts) or not set(parts) <= {*known}:
+        raise DataError(f"parts are different ones of {', '.join(known)}; got {list(parts)}")
     drawn = drawn_of(examples, tasks, queries, seeds)
     steps = [*product(drawn, parts)]
     costs = {"figures": 130, "table 1": 250, "table 2": 170, "table 3": 120}  # passes
@@ -370,6 +369,4 @@ def _more_shots(model: HookedModel, drawn: DrawnTask) -> list[PromptBatch]:
         except PromptError:  # too long for the tokenizer, or for the model
             continue
         return batches
-    raise DataError(
-        f"not even two demonstrations a class fit the model's context of {model.cfg.n_ctx}"
-    )
+    raise DataError(f"not even two demonstrations a class fit the context of {model.cfg.n_ctx}")

@@ -43,22 +43,19 @@ CERTAIN = 0.05  # a p-value below it decides
 
 HOW_VERDICTS_ARE_REACHED = (
     "A claim agrees if the whole 95 % interval of its number is above a limit, and does not agree "
-    "if the whole interval is below it. The limit is the number that speaks neither for nor "
-    f"against the claim: 0 for a difference, {CHANCE:g} for an AUCROC, "
-    f"{SHARE_LIMIT:g} for a change of a share, {RATIO_LIMIT:g} for S_pq / S_tq and {AS_OTHERS:g} "
-    "for a flow over S_ww. With "
-    "one set of demonstrations the interval is over queries, and does not speak of other sets. "
-    "With several sets, each of at least ten queries, it is over sets. The claim about key "
-    "distances is about classes, of which more queries do not give more: there a permutation test "
-    f"over classes decides, with p below {CERTAIN:g}. In the claim about isolation, label words "
-    "must differ from random words by more than one draw of random words differs from another, and "
-    "where prompts begin with a BOS they must do so while the edges to it stay. A flow or an "
-    "AUCROC that a model of the same architecture with random weights reaches too says nothing; "
-    "flows over S_ww also say nothing if no such model was run, or if one reaches their interval. "
-    "In all other cases one cannot tell. One also cannot tell if the model does not do the task, "
-    "that is, if its accuracy is not clearly above that of naming the commonest class: then there "
-    "is no answer to explain, and even the numbers of a model with random weights can be far from "
-    "chance."
+    "if the whole interval is below it. The limit speaks neither for nor against the claim: 0 for "
+    f"a difference, {CHANCE:g} for an AUCROC, {SHARE_LIMIT:g} for a change of a share, "
+    f"{RATIO_LIMIT:g} for S_pq / S_tq and {AS_OTHERS:g} for a flow over S_ww. With one set of "
+    "demonstrations the interval is over queries, and does not speak of other sets; with several, "
+    "each of at least ten queries, it is over sets. The claim about key distances is about "
+    "classes, of which more queries do not give more: there a permutation test over classes "
+    f"decides, with p below {CERTAIN:g}. Isolated label words must differ from random words by "
+    "more than one draw of these from another, with the edges to a BOS left. A flow or an AUCROC "
+    "that a model of the same architecture with random weights reaches too says nothing; flows "
+    "over S_ww also say nothing if no such model was run, or if one reaches their interval. In all "
+    "other cases one cannot tell, and neither if the accuracy is not clearly above that of naming "
+    "the commonest class: then there is no answer to explain, and even the numbers of a model with "
+    "random weights can be far from chance."
 )
 
 
@@ -521,8 +518,7 @@ def judge_distances(record: AnchorDistancesRecord) -> tuple[Verdict, str]:
     if abs(number) <= abs(position):
         return Verdict.CANNOT_TELL, (
             f"{reason}, but the distance of keys goes with the distance of their positions "
-            f"({in_digits(position)}) as much, which may be why: use several orders of the "
-            "demonstrations"
+            f"({in_digits(position)}) as much, which may be why: use other orders of demonstrations"
         )
     verdict = Verdict.AGREES if above < CERTAIN else Verdict.DOES_NOT_AGREE
     return verdict, f"{reason} in a permutation test over the classes"

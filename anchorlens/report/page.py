@@ -141,8 +141,6 @@ def write_report(
     Args:
         results: Records by heading, as ``al.run`` returns them; also what ``al.plot_prompt`` and
             ``al.plot_answer`` return. Several tasks are a mapping of such results by task.
-        path: The ``.html`` file to write.
-        title: Heading of the page.
         settings: Settings of the run, such as task and seeds; the records hold model and versions.
         figures: Plotly figures by heading. One that names a record replaces its plot (None for no
             plot); others are sections at the end, with the caption in ``layout.meta["caption"]``.
@@ -220,11 +218,9 @@ def _with_terms(chapters: Sequence[_Chapter]) -> Iterator[_Chapter]:
         for section in chapter.sections:
             columns = section.table.columns if section.table is not None else ()
             text = " ".join([section.caption, section.title, section.figure, *columns])
-            found = [
-                term for term in TERMS if term not in known and re.search(rf"\b{term}\b", text)
-            ]
-            known.update(found)
-            caption = " ".join([section.caption, *map(TERMS.__getitem__, found)]).strip()
+            new = [term for term in TERMS if term not in known and re.search(rf"\b{term}\b", text)]
+            known.update(new)
+            caption = " ".join([section.caption, *map(TERMS.__getitem__, new)]).strip()
             sections.append(replace(section, caption=caption))
         yield replace(chapter, sections=sections)
 

@@ -1,10 +1,9 @@
 """The flows of one prompt, as a page in which layers, heads and tokens can be chosen.
 
-1. Divide the prompt into parts: label words, the target, and what stands between these; without
-   label words what is in one segment.
-2. Sum the saliency of all pairs of tokens, parts by parts, in every layer and head.
-3. Store the largest sums, which are drawn as arcs, and the strongest flows between two tokens.
-4. Sum the saliency of each pair of tokens over shallow and over deep layers, for ``figure``.
+A prompt has parts: label words, the target, and what stands between these; without label words what
+is in one segment. Saliency is summed over pairs of tokens, parts by parts, in every layer and head:
+the largest sums are arcs. The strongest flows between two tokens are stored, and for ``figure`` all
+of them, summed over shallow and over deep layers.
 """
 
 from collections.abc import Sequence
@@ -39,8 +38,7 @@ from ..system.devices import in_float64
 from .flow_columns import flow_columns
 from .flow_page import FlowPage, packed
 
-# So many are stored at most, so that a page opens quickly: flows between tokens, arcs of a layer,
-# and arcs of single heads altogether.
+# At most, so that a page opens quickly: flows between tokens, arcs of a layer, and of single heads.
 STRONGEST, ARCS, ARCS_OF_HEADS = 60, 400, 2400
 MOST_TOKENS = 512  # of ``figure``, whose lines are as many as pairs of tokens
 MOST_SUMS = 20_000_000  # of all layers and heads, in memory; of longer prompts no head is summed
@@ -71,7 +69,6 @@ class PromptFlows(FlowPage):
     Attributes:
         tokens: Text of each token.
         segments: Segment of each token, an index into ``names``.
-        names: Names of the segments.
         parts: First and last token, kind and text of each part: a label word, the target, images,
             or what is between two of these; without label words, tokens of one segment.
         layers: Arcs between parts in each layer with attention: of all heads, then of each head.
@@ -238,9 +235,6 @@ def plot_prompt(
         tokenizer: The tokenizer with which the prompts were built; by default the model's.
         loss: Function of (logits, batch) that returns a number for each prompt.
         gradient_checkpointing: For long prompts; see ``run``.
-
-    Returns:
-        The flows, which a notebook shows, ``save`` writes into a file and ``write_report`` takes.
 
     Raises:
         PromptError: There is no such prompt or no tokenizer, or the batch does not fit the model.

@@ -1,11 +1,10 @@
 """Draws tensors as plotly figures: lines over layers or steps, bars, points, heat maps, directions.
 
-Each function returns a new `plotly.graph_objects.Figure`. It does not show or save it, and does not
-change its tensors. `title` is the text over a figure, `x_title` and `y_title` stand along its axes,
-and `low` and `high` are the ends of intervals around the values: give both or neither. Texts are
-shown literally: plotly would otherwise read `<b>` as markup and `$x$` as TeX. NaN values leave
-gaps, and layers without any number are shaded. Figures have a height in pixels and fill the width
-of the page. An `AnchorlensError` says which shapes, counts or names do not fit.
+Each function returns a new `plotly.graph_objects.Figure` and does not change its tensors. `title`
+is the text over a figure, `x_title` and `y_title` stand along its axes, and `low` and `high` are
+the ends of intervals: give both or neither. Texts are shown literally, not as markup or TeX. NaN
+values leave gaps, and layers without any number are shaded. Figures have a height in pixels and
+fill the page. An `AnchorlensError` says which shapes, counts or names do not fit.
 """
 
 from collections.abc import Collection, Mapping, Sequence
@@ -72,9 +71,7 @@ def lines_by_layer(
         reference: height of a dotted horizontal line, such as chance.
         random: the same of models with random weights, of which a hatched band shows the range.
         random_names: short names of the series in the legend of these bands; by default `names`.
-        colors: the colours of the series, in turn.
         log: whether the y axis is logarithmic.
-        height: in pixels.
 
     Examples:
         >>> auc = torch.tensor([[0.5, 0.75], [0.5, 0.5]])
@@ -269,7 +266,6 @@ def forest(
         panels: a name over each panel.
         rows: a name for each row, from the top; of a long name the end is shown.
         kind_names: a name for each kind, for the legend.
-        colors: the colours of the kinds, in turn.
 
     Examples:
         >>> one, kinds = torch.ones(1, 1), torch.zeros(1, 1, dtype=torch.long)
@@ -383,9 +379,8 @@ def sentence(text: str, *, title: str) -> go.Figure:
     figure = go.Figure(layout=layout(title, 140)).update_layout(meta={"sentence": text})
     figure.update_xaxes(visible=False).update_yaxes(visible=False)
     lines = "<br>".join(literal(line) for line in wrap(text, 100))
-    return figure.add_annotation(
-        text=lines, x=0, xref="paper", y=0.5, yref="paper", showarrow=False
-    )
+    at = {"x": 0, "xref": "paper", "y": 0.5, "yref": "paper"}
+    return figure.add_annotation(at, text=lines, showarrow=False)
 
 
 @checked
@@ -410,10 +405,7 @@ def heat_map(
         columns: the same of the columns.
         panels: a title for each table.
         bar_title: what the numbers are, for the colour bar.
-        row_title: what a row is, along the y axis.
-        column_title: what a column is, along the x axis.
         limits: numbers at the ends of the colours; by default the range, in two colours around 0.
-        with_numbers: whether each cell shows its number.
 
     Examples:
         >>> confusion = torch.tensor([[[1.0, 0.5], [0.5, 1.0]]])

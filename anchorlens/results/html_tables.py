@@ -1,7 +1,4 @@
-"""Small HTML for notebooks: a heading, a table and folded details, all texts escaped.
-
-Colours and fonts are those of the page, so that it is readable in light and dark notebooks.
-"""
+"""Small HTML for notebooks, in the colours and fonts of the page, with all texts escaped."""
 
 from collections.abc import Iterable, Sequence
 from html import escape

@@ -1,8 +1,8 @@
 """What a field of a record is; ``kinds.py`` has the functions by which a record declares it.
 
-A kind says how the number of ONE set of demonstrations follows from what its prompts contribute
-(``of_set``); the mean over sets is taken in one place for all of them, ``Record.of``. It says which
-95 % interval belongs to such a number (``bounds``, ``over_sets``), and has its range and unit.
+A kind says how the number of ONE set follows from what its prompts contribute (``of_set``); the
+mean over sets is taken in ``Record.of``. It has the interval (``bounds``, ``over_sets``), range and
+unit.
 """
 
 import dataclasses

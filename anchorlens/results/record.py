@@ -46,8 +46,7 @@ class Record(KeepsRepr):
     Attributes:
         intervals: 95 % intervals over resampled prompts or sets, by the name of the field: (low,
             high) as a first axis, then the axes of the field. NaN for a single prompt or set.
-        info: Where the numbers come from: model, class names, number of prompts, versions, and
-            what was resampled for the intervals.
+        info: Where the numbers come from: model, prompts, versions, and what was resampled.
     """
 
     intervals: Mapping[str, Tensor] = field(default_factory=dict)
@@ -187,7 +186,6 @@ class Record(KeepsRepr):
         """A number of the record with its 95 % interval, whose text has both.
 
         Args:
-            name: The field.
             index: The position on each of its axes, a whole number.
 
         Raises:
@@ -272,9 +270,7 @@ class Record(KeepsRepr):
 
     def plot(self) -> go.Figure:
         """The record as a figure; every record of this package has one."""
-        raise MetricError(
-            f"{type(self).__name__} has no plot; define one in the class, or use to_frame()"
-        )
+        raise MetricError(f"{type(self).__name__} has no plot; define one, or use to_frame()")
 
     @checked
     def save(self, path: str | Path) -> Path:
@@ -294,7 +290,7 @@ class Record(KeepsRepr):
         path = Path(path)
         if reason := self.misfit():
             raise StoreError(
-                f"{path} is not written, because this is no valid {type(self).__name__}: {reason}"
+                f"{path} is not written: this is no valid {type(self).__name__}: {reason}"
             )
         bounds = {f"{_BOUNDS}{name}": bound for name, bound in self.intervals.items()}
         header = {"record": type(self).__name__, "info": dict(self.info)}
@@ -400,9 +396,7 @@ def load_record(path: str | Path) -> Record:
         )
     if len(kinds) > 1:
         modules = ", ".join(sorted(module for module, _ in kinds))
-        raise StoreError(
-            f"{path} holds one of several classes {name}, in {modules}; use load of the right one"
-        )
+        raise StoreError(f"{path} holds one of several classes {name}, in {modules}; load by one")
     (kind,) = kinds.values()
     return kind._restored(path, header.get("info"), stored)
 
@@ -471,9 +465,7 @@ class Results(dict[str, Record]):
 def _main_numbers(record: Record) -> str:
     """The first single numbers of a record; its first fields in short if it has none."""
     tensors, intervals = record.tensors(), record.intervals
-    single = [
-        name for name, value in tensors.items() if not value.ndim and value.is_floating_point()
-    ]
+    single = [name for name, each in tensors.items() if not each.ndim and each.is_floating_point()]
     return "; ".join(
         f"{name} {values_in_short(tensors[name], *intervals.get(name, ()))}"
         for name in (single or [*tensors])[:_MAIN_NUMBERS]
