@@ -143,8 +143,7 @@ def run(options: Run) -> None:
 def paper(options: Paper) -> None:
     """Print the paper's Figures 3 to 6 and Tables 1 to 3 for a model, beside the published values.
 
-    The records of each part are saved when it is done. Run the same command again to resume
-    after an interruption.
+    Each part is saved when it is done: run the same command again after an interruption.
 
     Example: anchorlens paper --model gpt2 --task sst2,trec
     """

@@ -31,10 +31,9 @@ from ..report.claims import LIMITS, NEEDED, SIGNS, Claim, Verdict, claims
 from ..results import figures
 from ..results.answer import Answer, cannot_tell, listed, speaks_of
 from ..results.estimate import Estimate
-from ..results.html_tables import note, titled
 from ..results.population import check_resamples
 from ..results.record import Record
-from ..results.text_frame import TextFrame
+from ..results.text_frame import TextFrame, note, titled
 from ..results.text_tables import Section
 from ..runs.identity import versions
 from ..runs.several_models import MakePrompts, folder_of, maker_of_prompts, outcome_of, sources_of

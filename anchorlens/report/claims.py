@@ -20,8 +20,8 @@ from ..questions.edge_sweep import EdgeSweepRecord
 from ..results.answer import scope_in
 from ..results.depth import with_pattern
 from ..results.estimate import Estimate, in_digits
-from ..results.html_tables import table
 from ..results.record import Record
+from ..results.text_frame import table
 from ..system.arguments import checked
 from ..system.rounding import rounding_of
 from .ability import reason_against_ability

@@ -27,8 +27,8 @@ from ..system.texts import KeepsRepr, described
 from .answer import Answer
 from .contributions import Contributions
 from .estimate import Estimate, axes_in_short, values_in_short
-from .html_tables import folded, note, table, titled
 from .kind import Derived, Kind, Mean, kinds_of, mean_over_sets, number_of_draws
+from .text_frame import folded, note, table, titled
 
 _R = TypeVar("_R", bound="Record")
 _T = TypeVar("_T")
