@@ -20,7 +20,7 @@ from anchorlens.contexts.hard_prompt_search import NearestTokens, SearchedTokens
 from anchorlens.contexts.protocol import bos_of, queries_after
 from anchorlens.models.model_state import frozen_in_eval_mode
 from anchorlens.passes.forward import run_pass
-from anchorlens.prompts.plain_tokens import plain_tokens
+from anchorlens.prompts.token_texts import plain_tokens
 
 
 def seconds(work: Callable[[], object]) -> float:

@@ -12,8 +12,7 @@ from ..experiments.analysis import analyse, costs_of
 from ..passes.memory import is_out_of_memory
 from ..prompts.batch import PromptBatch, count_tokens
 from ..report.prompt_flows import PromptFlows, plot_prompt
-from ..results.record import Record
-from ..results.results import Results
+from ..results.record import Record, Results
 from ..runs.store import forget_run
 from ..system.files import kind_of, paths_in
 from ..system.processes import is_main
@@ -41,10 +40,7 @@ def make_folders(out: Path, tasks: Iterable[str]) -> None:
 
 
 def forget_results(out: Path, tasks: Iterable[str], names: str) -> None:
-    """Delete rows, trainings and records of these names, which else would seem to be of this run.
-
-    Chapters of a task, such as "task (two shots)", have folders beside that of the task.
-    """
+    """Delete rows, trainings and records of these names, also of chapters "task (two shots)"."""
     for task in tasks:
         for folder in (out / task, *paths_in(out)):
             if folder == out / task or folder.name.startswith(f"{task} ("):

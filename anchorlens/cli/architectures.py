@@ -17,7 +17,6 @@ _COLUMNS = ("4.3 bridge", "3.9 bridge", "3.9 HookedTransformer")
 
 
 def table_of_architectures() -> dict[str, Any]:
-    """The whole table as it was measured."""
     table = json.loads((files("anchorlens") / "data" / "architectures.json").read_text("utf-8"))
     return dict(table)
 

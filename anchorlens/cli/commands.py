@@ -61,8 +61,7 @@ def _register(function: Callable[[T], None]) -> None:
 def _work(function: Callable[[C], None]) -> Callable[[C], None]:
     """A command of this name and help, which asks what the function of its name in work.py says.
 
-    It ends with one line when it is stopped. The exit status is that of a shell for the signal: 130
-    for Ctrl-C, 143 for SIGTERM.
+    When it is stopped, the exit status is that of a shell: 130 for Ctrl-C, 143 for SIGTERM.
     """
 
     @wraps(function)
@@ -144,8 +143,7 @@ def run(options: Run) -> None:
 def paper(options: Paper) -> None:
     """Print the paper's Figures 3 to 6 and Tables 1 to 3 for a model, beside the published values.
 
-    The records of each part are saved when it is done. Run the same command again to resume
-    after an interruption.
+    Each part is saved when it is done: run the same command again after an interruption.
 
     Example: anchorlens paper --model gpt2 --task sst2,trec
     """
@@ -212,10 +210,7 @@ def check(options: Check) -> None:
 
 
 def main() -> None:
-    """Entry point: a user's mistake is one line and exit status 1, without a traceback.
-
-    Of several processes the main one prints, also what failed in another.
-    """
+    """Entry point: a user's mistake is one line and exit status 1, also one of another process."""
     with lasting_streams() as results:
         status = _status()
     if results.reason:

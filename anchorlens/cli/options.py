@@ -45,12 +45,10 @@ def _listed(text: Any) -> list[str]:
 
 
 def _given_words(context: Any, parameter: Any, values: Any) -> list[str] | None:
-    """The different words of an option."""
     return _different(parameter.opts[0], "different words", values) if values else None
 
 
 def _whole_numbers(context: Any, parameter: Any, values: Any) -> list[int]:
-    """The different whole numbers of an option."""
     option, what = parameter.opts[0], "different whole numbers"
     words = _different(option, what, values)
     try:
@@ -123,9 +121,7 @@ _DATA = (
 _DOCUMENTS = f"{_DATA} Or a file with a question, an answer and documents in each row."
 Documents = Annotated[Path | None, typer.Argument(parser=_path, metavar="DATA", help=_DOCUMENTS)]
 Data = Annotated[Path | None, typer.Argument(parser=_path, metavar="DATA", help=_DATA)]
-Chat = Annotated[
-    bool | None, _task("--chat/--no-chat", metavar="", help="Write prompts as a chat.")
-]
+Chat = Annotated[bool | None, _task("--chat/--no-chat", metavar="", help="Write a chat.")]
 TextColumn = Annotated[str | None, _task(help="Column of the texts in DATA.")]
 ImageColumn = Annotated[str | None, _task(help="Column of the paths of images in DATA, one a row.")]
 LabelColumn = Annotated[str | None, _task(help="Column of the classes in DATA.")]
@@ -146,7 +142,6 @@ class Common:
 
     @property
     def output(self) -> Output:
-        """Where the output goes."""
         return Output(self.quiet, self.as_json)
 
     def settings(self) -> dict[str, Any]:
@@ -218,9 +213,7 @@ class Paper(OfTask):
     seeds: Seeds = (42, 43)  # type: ignore[assignment]
     depth: Depth = None
     draws: Draws = 10
-    appendix: Annotated[bool, _switch("--appendix", help="Also compute the paper's appendix.")] = (
-        False
-    )
+    appendix: Annotated[bool, _switch("--appendix", help="Also compute the appendix.")] = False
     out: Out = Path("anchorlens-paper")
 
 
@@ -277,9 +270,7 @@ def command_of(*words: str) -> str:
 
 @dataclass(frozen=True, kw_only=True)
 class Models:
-    part: Annotated[
-        str, typer.Argument(help="A part of a name, such as llama; all by default.")
-    ] = ""
+    part: Annotated[str, typer.Argument(help="Part of a name, such as llama; all by default.")] = ""
     as_json: Json = False
 
 

@@ -57,14 +57,10 @@ def say(text: str, err: bool = False) -> None:
 
 
 class LastingStream:
-    """The standard output or error, where a text that cannot be written stops no work.
-
-    Attributes:
-        reason: Why a text was lost; empty if none was.
-    """
+    """The standard output or error, where a text that cannot be written stops no work."""
 
     def __init__(self, stream: TextIO | None) -> None:
-        self.reason = ""
+        self.reason = ""  # why a text was lost
         self._stream = stream
 
     def __getattr__(self, name: str) -> Any:

@@ -102,10 +102,7 @@ def answered(command: str, understand: Callable[[Any], Asked], options: Any) -> 
 
 
 def _loaded(asked: Asked) -> tuple[Any, Any]:
-    """The model and its tokenizer, after all that can be refused before weights.
-
-    Of several models none, as each is loaded when it is its turn, and the tokenizer of the first.
-    """
+    """The model and its tokenizer; of several models none, and the tokenizer of the first."""
     options, tokenizers, problems = asked.options, list[Any](), list[str]()
     several = isinstance(options.model, list)
     for model in options.model if several else [options.model]:
@@ -129,10 +126,9 @@ def _loaded(asked: Asked) -> tuple[Any, Any]:
 
 
 def _checked_tokenizer(model: str, asked: Asked) -> Any:
-    """The tokenizer of a model, after everything was checked that needs no weights.
+    """The tokenizer of a model, after all checks that need no weights.
 
-    None for a .gguf file, which holds tokenizer and weights in one, and takes as long to read
-    without the weights: there the checks come after loading.
+    None for a .gguf file, which takes as long to read without them: its checks come later.
     """
     if asked.options.device is not None:
         refuse_device(asked.options.device)
@@ -156,9 +152,7 @@ def _checked_tokenizer(model: str, asked: Asked) -> Any:
 def _check_depth(options: Any, layers: int) -> None:
     depth = getattr(options, "depth", None)
     if depth is not None and depth > layers:
-        raise HookError(
-            f"--depth {depth} is more than the {layers} layers of the model; isolate fewer"
-        )
+        raise HookError(f"--depth {depth} is more than the {layers} layers of the model; lower it")
 
 
 def _check_length(length: int, context: int, batches: Sequence[PromptBatch]) -> None:
@@ -208,9 +202,8 @@ def _settled(command: str, asked: Asked, model: Any, tokenizer: Any) -> tuple[An
             if empty := words_that_say_nothing(each.entries):
                 named = ", ".join(map(repr, empty[:5])) + ", ..." * (len(empty) > 5)
                 warn_user(
-                    f"the label words {named} begin with a word that says "
-                    f"nothing of their class, and this word is what the model predicts; write "
-                    f"others into labels of {path}"
+                    f"the label words {named} begin with a word that says nothing of their class, "
+                    f"and is what the model predicts; write others into labels of {path}"
                 )
     return settled, final
 

@@ -73,10 +73,7 @@ class ChosenTask(NamedTuple):
         return self._replace(task=task, entries={**self.entries, "labels": list(task.labels)})
 
     def for_images(self, model: str) -> "ChosenTask":
-        """The task with the processor of a model, if the examples have images.
-
-        The place of the image stands before the text, unless the template has it already.
-        """
+        """The task with a model's processor of images, whose place is put before the text."""
         if "image_column" not in self.entries:
             return self
         if isinstance(self.task, ChatTask):

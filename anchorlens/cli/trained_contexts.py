@@ -140,7 +140,6 @@ def trained_contexts(
 
 
 def texts_of(contexts: Mapping[str, PrefixContext]) -> dict[str, str]:
-    """The texts of the hard prompts, by name."""
     return {name: made.text for name, made in contexts.items() if isinstance(made, HardPrompt)}
 
 

@@ -262,9 +262,7 @@ def _found(
 ) -> Found:
     """What is found in records, with a table of each; all results give the answer."""
     tables = [_table_of(f"{task}, {name}", record) for name, record in records.items()]
-    numbers: dict[str, Any] = {
-        file_name(name): entries_in(record) for name, record in records.items()
-    }
+    numbers: dict[str, Any] = {file_name(name): entries_in(each) for name, each in records.items()}
     return Found(task, _answer(results, after), tables, numbers | values, results, records)
 
 
@@ -326,9 +324,7 @@ def _with_answers(
     if written[0][-1][0] == ANSWER:
         return [pieces[-1][1] for pieces in written], batches
     texts = [_written_answer(model, pieces) for pieces in written]
-    options.output.note(
-        f"the model writes the answers, which are then explained: {texts[0]!r}, ..."
-    )
+    options.output.note(f"the model writes the answers, which are then explained: {texts[0]!r}")
     whole = [[*pieces, (ANSWER, text)] for pieces, text in zip(written, texts, strict=True)]
     return texts, _segments(whole, options.batch_size, model.tokenizer)
 

@@ -16,8 +16,7 @@ from ..models.optimizers import root_mean_square
 from ..passes.forward import mean_loss_with_gradient
 from ..passes.losses import LossOfBatch
 from ..prompts.batch import PromptBatch
-from ..prompts.plain_tokens import plain_tokens
-from ..prompts.token_texts import tokenizer_of
+from ..prompts.token_texts import plain_tokens, tokenizer_of
 from ..runs.identity import as_words
 from ..system.arguments import check_counts, checked
 from ..system.devices import in_float64, sent

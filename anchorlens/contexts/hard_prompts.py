@@ -15,8 +15,7 @@ from ..passes.losses import LossOfBatch, label_cross_entropy
 from ..prompts.batch import PromptBatch
 from ..prompts.control_tokens import control_tokens
 from ..prompts.label_positions import refuse_control_tokens
-from ..prompts.plain_tokens import plain_tokens
-from ..prompts.token_texts import tokenizer_of
+from ..prompts.token_texts import plain_tokens, tokenizer_of
 from ..runs.study import Study
 from ..system.arguments import check_counts, checked
 from ..system.processes import gather_from_processes

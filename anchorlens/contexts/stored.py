@@ -18,8 +18,8 @@ from torch import Tensor
 from ..errors import StoreError
 from ..models.kv_cache import KeyValues
 from ..printable import printable
-from ..results.html_tables import table, titled
 from ..results.record import Record, kind_of_file
+from ..results.text_frame import table, titled
 from ..system.arguments import checked
 from ..system.digest_file import read_with_digest, to_bytes_with_digest
 from ..system.files import write_atomically

@@ -16,8 +16,7 @@ from ..models.hooked import HookedModel, attention_layers
 from ..prompts.batch import PromptBatch, count_tokens
 from ..questions.edge_sweep import EdgeSweep
 from ..questions.sites import first_and_last
-from ..results.record import Record
-from ..results.results import Results
+from ..results.record import Record, Results
 from ..runs.checks import possible
 from ..runs.run import run
 from ..runs.study import checked_batches

@@ -19,8 +19,7 @@ from ..models.kinds import original_of
 from ..models.load import bridge_of
 from ..passes.memory import is_out_of_memory
 from ..prompts.batch import PromptBatch, count_tokens
-from ..results.record import RANDOM_MODELS, Record
-from ..results.results import Results
+from ..results.record import RANDOM_MODELS, Record, Results
 from ..runs.checks import possible
 from ..runs.run import run
 from ..system.hidden_warnings import hidden_warnings

@@ -24,7 +24,7 @@ from .reads import Seen
 
 
 def predicted_class(scores: Float[Tensor, "batch class"]) -> Int[Tensor, " batch"]:
-    """The class with the largest score; of equal ones the lowest (prompts/ties.py warns)."""
+    """The class with the largest score; of equal ones the lowest (prompts/verbalizer.py warns)."""
     # argmax may return any of several equal values; this takes the lowest class.
     return (scores == scores.max(-1, keepdim=True).values).long().argmax(-1)
 

@@ -17,8 +17,7 @@ from torch import Tensor
 
 from ..errors import MetricError, NotFiniteError
 from ..prompts.batch import PromptBatch
-from ..prompts.edge_classes import in_common
-from ..prompts.edge_set import EdgeSet
+from ..prompts.edge_set import EdgeSet, in_common
 from ..system import row_pieces as pieces
 from ..system.arguments import called, checked
 from ..system.devices import holds_numbers, on_one_device, sent, wide, widest

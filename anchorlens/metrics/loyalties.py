@@ -12,8 +12,7 @@ from torch import Tensor
 
 from ..errors import MetricError
 from ..prompts.batch import PromptBatch, holds_integers
-from ..prompts.ties import tied, warn_of_ties
-from ..prompts.verbalizer import Verbalizer, label_scores
+from ..prompts.verbalizer import Verbalizer, label_scores, tied, warn_of_ties
 from ..results import figures
 from ..results.contributions import Contributions
 from ..results.figure_parts import with_ends

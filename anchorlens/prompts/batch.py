@@ -1,8 +1,6 @@
 """The record of one batch of prompts: tokens and the positions that analyses need.
 
-1. A batch is made of tokens and positions, which are compared with the annotations of its fields.
-2. All of it lies on the CPU, where Python reads single numbers: at each one on a GPU it would wait.
-   A device gets what it needs when it is needed.
+All of it lies on the CPU, where Python reads single numbers: at each one on a GPU it would wait.
 """
 
 import hashlib
@@ -25,9 +23,8 @@ from ..system.torch_state import gradient_mode
 from .prompt_html import NO_SEGMENT, Picture, PromptView
 from .segment_names import LABEL, OTHER, PADDING, QUERY, SEGMENTS, TARGET, of_task
 from .tasks import TASKS
-from .ties import note_ties
 from .token_texts import token_texts
-from .verbalizer import Verbalizer
+from .verbalizer import Verbalizer, note_ties
 
 _OF_EACH_TOKEN = ("tokens", "attention_mask", "segments")
 _POSITIONS = ("label_positions", "label_ends", "target_positions", "query_start")
@@ -46,29 +43,24 @@ class PromptBatch:
     Attributes:
         tokens: Token ids.
         attention_mask: True for a token, False for padding.
-        label_positions: Position of each label word of the demonstrations (the paper's p_k), in
-            order of appearance. It is the first token if a word has several.
-        label_ends: Position of the last token of each label word. To use this token as the anchor,
-            write ``dataclasses.replace(batch, label_positions=batch.label_ends)``.
+        label_positions: First token of each label word (the paper's p_k), in order of appearance.
+        label_ends: Last token of each label word. To use it as the anchor, write
+            ``dataclasses.replace(batch, label_positions=batch.label_ends)``.
         label_classes: Class of each anchor.
         target_positions: The last token, where the label is predicted (the paper's q).
         gold: True class of each query, or None.
-        segments: Segment of each token, an index into ``segment_names``; -1 for padding and for
-            tokens without a segment.
+        segments: Segment of each token, an index into ``segment_names``; -1 for none and padding.
         query_start: Position of the query's first token.
         demonstrations_id: Number of the set of demonstrations; equal for prompts that share it.
-        index: Index of each prompt's query in the list of queries, because batches are ordered by
-            length.
+        index: Index of each prompt's query in the list of queries; batches are ordered by length.
         verbalizer: The label words of each class as tokens, and how they give its score; None in
-            batches of segments, which have none. See ``label_scores`` and ``label_token_ids``.
+            batches of segments. See ``label_scores`` and ``label_token_ids``.
         labels: The label words as texts, by class, if they are known; the first of each class.
         segment_names: Names of the segments: ``label``, ``query`` and so on for tasks, or your own.
         begins_with_bos: Whether the tokenizer put a BOS before each prompt.
-        first_query: Position of the first token that is run: 0, or after a cached prefix. See
-            ``after``.
-        inputs: For each prompt what the model's forward takes beside tokens, such as
-            ``pixel_values``, with images or patches along the first axis; empty for texts. See
-            ``al.with_images`` and ``forward_inputs``.
+        first_query: First position that is run: 0, or after a cached prefix (see ``after``).
+        inputs: For each prompt what the model's forward takes beside tokens, with images or patches
+            along the first axis; empty for texts. See ``al.with_images``, ``forward_inputs``.
         pictures: For each prompt its images, as pages draw them; empty if they are not known.
     """
 
@@ -147,10 +139,6 @@ class PromptBatch:
     def show(self, tokenizer: Any, prompt: int = 0) -> PromptView:
         """The text of a prompt, which a notebook shows in the colours of their segments.
 
-        Args:
-            tokenizer: The tokenizer with which the prompts were built.
-            prompt: Number of the prompt in this batch.
-
         Raises:
             PromptError: There is no such prompt, or the tokenizer is not that of the prompts.
 
@@ -201,8 +189,7 @@ class PromptBatch:
     def label_scores(self, logits: Float[Tensor, "batch vocab"]) -> Float[Tensor, "batch class"]:
         """Score of each class, from next-token logits at the target positions.
 
-        It is the logit of the first token of the class's label word. Where classes have several
-        words, ``Task.score`` of the log probabilities of their first tokens.
+        The logit of the first token of its label word; of several words ``Task.score``.
 
         Examples:
             >>> logits = al.target_logits(model, batches, progress=False)
@@ -289,9 +276,7 @@ class PromptBatch:
         _check_fields(self)
         columns = self.attention_mask[start:stop:step].any(0).nonzero()
         if not len(columns):
-            raise PromptError(
-                f"no prompt is in {start}:{stop}:{step} of a batch of {len(self)} prompts"
-            )
+            raise PromptError(f"no prompt is in {start}:{stop}:{step} of a batch of {len(self)}")
         first, last = int(columns[0]), int(columns[-1])
         rows: dict[str, Any] = {
             name: value[start:stop:step]
@@ -364,22 +349,18 @@ class PromptBatch:
             tokens: Token ids, padded on either side.
             label_positions: Position of each label word, in order of appearance. Without label
                 words leave this, the next two and gold out: it is ``from_segments(tokens)`` then.
-            label_classes: Class of each label word.
             label_token_ids: First token of each class's label word, all different; an
                 ``al.prompts.Verbalizer`` where classes have several words.
-            gold: True class of each prompt.
             attention_mask: 1 or True for a token, 0 or False for padding; all 1 by default.
             target_positions: Where the label is predicted; the last token of each row by default.
             begins_with_bos: Whether the first token of each prompt is a BOS.
 
         Returns:
-            A batch. Tokens after the last label word are in the segment "query", other tokens
-            before it that are no label words in the segment "other".
+            A batch, in which other tokens are "query" after the last label word, "other" before it.
 
         Raises:
-            PromptError: Shapes do not agree; a position lies outside its prompt or not before the
-                target; classes are out of range; label tokens are not distinct, or all label words
-                are tokens of other classes than their own.
+            PromptError: Shapes do not agree; positions or classes are out of range or of order;
+                label tokens are not distinct, or all label words are tokens of other classes.
 
         Examples:
             >>> batch = PromptBatch.from_positions(
@@ -451,8 +432,7 @@ class PromptBatch:
             begins_with_bos: Whether the first token of each prompt is a BOS.
 
         Raises:
-            PromptError: Tokens, segments or positions do not agree in shape or lie outside their
-                range; names are not different; or a token of padding is in a segment.
+            PromptError: Shapes, ranges or names do not fit, or padding is in a segment.
 
         Examples:
             >>> batch = al.PromptBatch.from_segments(
@@ -499,8 +479,11 @@ def segments_to_show(prompt: PromptBatch) -> tuple[list[int], Sequence[str]]:
 
 def digest(tokens: Iterable[int]) -> int:
     """A number for a list of tokens: the same in every process and on every machine."""
-    bits = hashlib.sha256(",".join(map(str, tokens)).encode()).digest()
-    return int.from_bytes(bits[:7], "big")
+    return bytes_digest(",".join(map(str, tokens)).encode())
+
+
+def bytes_digest(data: bytes) -> int:
+    return int.from_bytes(hashlib.sha256(data).digest()[:7], "big")
 
 
 def demonstrations_ids(batch: PromptBatch) -> Int[Tensor, " batch"]:
@@ -534,10 +517,7 @@ def longest_prompt(*batches: PromptBatch) -> int:
 
 
 def after_shared(batch: PromptBatch, lengths: Mapping[int, int]) -> tuple[PromptBatch, int | None]:
-    """A batch after the tokens that its prompts share, by set of demonstrations, and its set.
-
-    The set is None if there are several.
-    """
+    """A batch after the tokens that its prompts share, by set, and its set; None for several."""
     set_id = only_set(batch)
     length = 0 if set_id is None else lengths.get(set_id, 0)
     return replace(batch, first_query=length) if length else batch, set_id
@@ -573,9 +553,7 @@ def as_batch(
     tokens, axes = tokens.cpu(), _axes_of_fields()
     mask = torch.ones_like(tokens) if attention_mask is None else attention_mask.cpu()
     if not ((mask == 0) | (mask == 1)).all():
-        raise PromptError(
-            "attention_mask must hold 1 for tokens and 0 for padding, and nothing else"
-        )
+        raise PromptError("attention_mask must hold 1 for tokens and 0 for padding, and no other")
     known: dict[str, Any] = {"tokens": tokens, "attention_mask": mask.bool()}
     _check_axes(known)
     for name, value in given.items():
@@ -646,9 +624,7 @@ def check_prompts(*batches: PromptBatch) -> None:
             raise PromptError(f"tokens are whole numbers from 0, also under padding; got {least}")
         for name in ("inputs", "pictures"):
             if (count := len(getattr(batch, name))) not in (0, len(batch)):
-                raise PromptError(
-                    f"{name} are one for each of {len(batch)} prompts, or none; got {count}"
-                )
+                raise PromptError(f"{name} are {len(batch)}, one a prompt, or none; got {count}")
         _check_inputs(batch)
         _check_segments(batch)
         check_inside(batch, "target_positions")
@@ -742,9 +718,7 @@ def _check_segments(batch: PromptBatch) -> None:
     names, segments = batch.segment_names, batch.segments
     are_names = isinstance(names, tuple) and all(isinstance(name, str) and name for name in names)
     if not are_names or not names or len(set(names)) < len(names):
-        raise PromptError(
-            f"segments have different names, at least one, each a text; got {names!r}"
-        )
+        raise PromptError(f"segments have different names, at least one text; got {names!r}")
     if not ((segments >= PADDING) & (segments < len(names))).all():
         raise PromptError(
             f"segments are numbers from 0 to {len(names) - 1}, one for each of the {len(names)} "
@@ -770,35 +744,24 @@ def _check_words(batch: PromptBatch) -> None:
 
 def _check_positions(batch: PromptBatch) -> None:
     """Check that positions are inside their prompt and before the target, and classes in range."""
-    if not isinstance(batch.verbalizer, Verbalizer):
-        raise PromptError(
-            f"the verbalizer of a batch is an al.prompts.Verbalizer; got {batch.verbalizer!r}"
-        )
+    if batch.verbalizer is None:
+        raise PromptError("the batch's verbalizer is an al.prompts.Verbalizer; got None")
     classes = len(batch.verbalizer.token_ids)
     check_inside(batch, "label_positions")
     check_inside(batch, "label_ends")
-    if batch.label_positions.shape[1] == 0:
-        raise PromptError(
-            "a batch has at least one label word in each prompt; got label_positions "
-            f"of the shape {tuple(batch.label_positions.shape)}"
-        )
+    first, last = batch.label_positions.tolist(), batch.label_ends.tolist()
+    if not (shape := tuple(batch.label_positions.shape))[1]:
+        raise PromptError(f"expected at least one label word in each; got label_positions {shape}")
     if (batch.label_positions.diff(dim=1) <= 0).any():
-        raise PromptError(
-            "label_positions of one prompt must be different, and in order of appearance; got "
-            f"{batch.label_positions.tolist()}"
-        )
+        raise PromptError(f"label_positions must be different, in order of appearance; got {first}")
     if (batch.label_ends < batch.label_positions).any():
-        raise PromptError(
-            "label_ends must not be before label_positions; got "
-            f"{batch.label_ends.tolist()} and {batch.label_positions.tolist()}"
-        )
+        raise PromptError(f"label_ends must not be before label_positions; got {last} and {first}")
     late = batch.label_ends >= batch.target_positions[:, None]
     if late.any():
         row = int(late.any(1).nonzero()[0])
         raise PromptError(
-            f"label words must stand before the target position; prompt {row} has label words at "
-            f"{batch.label_positions[row].tolist()} and its target at "
-            f"{int(batch.target_positions[row])}"
+            "label words must stand before the target position; prompt "
+            f"{row} has them at {first[row]} and its target at {int(batch.target_positions[row])}"
         )
     for name, values in (("label_classes", batch.label_classes), ("gold", batch.gold)):
         if values is not None and not ((values >= 0) & (values < classes)).all():

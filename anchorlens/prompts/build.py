@@ -1,9 +1,7 @@
 """Builds batches of prompts with known positions: of demonstrations and queries, or named pieces.
 
-1. Each prompt is written as pieces of text, and its tokens are found with the piece of each
-   (``label_positions.py``), which gives the positions of label words.
-2. Prompts of one length stand together, and a batch takes the next few of them.
-3. A batch is padded to its longest prompt, and checked as one of your own tokens is.
+A prompt is written as pieces of text, whose tokens ``label_positions.py`` finds. Prompts of one
+length stand together, and a batch takes the next few of them and pads them to the longest.
 """
 
 from collections.abc import Sequence
@@ -50,25 +48,19 @@ def build_prompts(
         tokenizer: A fast Hugging Face tokenizer, or a model that has one. Prompts begin with BOS if
             and only if it adds one.
         task: Template, label words and separator; an ``al.ChatTask`` for a chat model.
-        demonstrations: One set for all queries, or one set for each query (section 2.1 of the
-            paper). Every class needs a demonstration.
+        demonstrations: One set for all queries, or one for each. Every class needs a demonstration.
         queries: Examples, or texts whose true class is not known.
-        batch_size: Largest number of prompts in a batch.
         padding_side: Side on which shorter prompts are padded. Results do not depend on it.
-        max_length: Largest number of tokens of a prompt; the tokenizer's limit by default. The
-            model's context length is checked later, when the prompts are run.
-        drop_too_long: Leave out prompts that are too long, with a warning that counts them;
-            otherwise they are an error.
+        max_length: Most tokens of a prompt; by default the tokenizer's limit (in runs the model's).
+        drop_too_long: Leave out prompts that are too long, with a warning, in place of an error.
 
     Returns:
-        Batches ordered by set of demonstrations, then by length; ``PromptBatch.index`` holds the
-        index of each prompt in ``queries``.
+        Batches by set of demonstrations, then by length; ``index`` of each is that in ``queries``.
 
     Raises:
-        PromptError: A label word merges with the characters around it, two labels share their
-            first token, a class has no demonstration, a label is out of range, a prompt is too
-            long, a text or a label word holds a special token such as ``"<s>"`` (the template and
-            the separator may), or the tokenizer gives no character offsets.
+        PromptError: A label word merges with the characters around it, two labels share their first
+            token, a class has no demonstration, a label is out of range, a prompt is too long, a
+            text or label word holds a special token such as ``"<s>"``, or there are no offsets.
 
     Examples:
         >>> batches = al.build_prompts(model.tokenizer, task, demos, ["Who wrote it?"])
@@ -105,10 +97,9 @@ def build_prompts(
         is_too_long = limit is not None and len(prompt.tokens) > limit
         (too_long if is_too_long else prompts).append(prompt)
     if too_long:
+        longest, first = max(len(prompt.tokens) for prompt in too_long), too_long[:10]
         count = f"{len(too_long)} of {len(queries)} prompts are longer than {limit} tokens"
-        names = f"(queries {[prompt.number for prompt in too_long[:10]]}, the longest has " + (
-            f"{max(len(prompt.tokens) for prompt in too_long)} tokens)"
-        )
+        names = f"(queries {[each.number for each in first]}, the longest has {longest} tokens)"
         if not drop_too_long or not prompts:
             raise PromptError(
                 f"{count} {names}; use fewer or shorter demonstrations, or drop_too_long=True"
@@ -138,18 +129,14 @@ def build_segments(
     pieces. A token that lies in two pieces belongs to that of its last character.
 
     Args:
-        tokenizer: A fast Hugging Face tokenizer, or a model that has one. Prompts begin with BOS if
-            and only if it adds one; BOS is in no segment.
-        prompts: For each prompt its pieces in order: (name of the segment, text). Pieces of one
-            name are one segment; a piece with the name None is in no segment, and it alone may hold
-            special tokens of the tokenizer, such as those around the turns of a chat. A prompt may
-            lack segments that others have. A text is one segment, ``text``.
-        batch_size: Largest number of prompts in a batch.
+        tokenizer: As of ``build_prompts``. BOS is in no segment.
+        prompts: The pieces of each prompt: (name of the segment, text). Pieces of one name are one
+            segment; a piece with the name None is in none, and it alone may hold special tokens,
+            such as those around the turns of a chat. A text is one segment, ``text``.
         padding_side: Side on which shorter prompts are padded. Results do not depend on it.
 
     Returns:
-        Batches ordered by length; ``PromptBatch.index`` holds the index of each prompt in
-        ``prompts``. The target position is the last token of each prompt.
+        Batches by length; ``index`` is that in ``prompts``, and the target position the last token.
 
     Raises:
         PromptError: A piece is no (name, text), one with a name has no token of its own or holds a
@@ -169,9 +156,8 @@ def build_segments(
         )
     of_prompts = [[("text", each)] if isinstance(each, str) else each for each in prompts]
     names = tuple(dict.fromkeys(name for pieces in of_prompts for name, _ in pieces if name))
-    control = control_tokens(
-        tokenizer, cure=", or give it in a piece of its own with the name None"
-    )
+    cure = ", or give it in a piece of its own with the name None"
+    control = control_tokens(tokenizer, cure=cure)
     written = [
         _prompt_of_pieces(tokenizer, pieces, names, k, control)
         for k, pieces in enumerate(of_prompts)
@@ -191,14 +177,8 @@ def text_anchor_prompts(
     r"""Prompts whose demonstrations have empty texts (Text_anchor): labels have nothing to gather.
 
     "Review:\nSentiment: Negative\n...": the space before a text is left out too, as in the
-    published code; queries do not change. Compare with ``target_logits`` and ``loyalty``.
-
-    Args:
-        tokenizer: As of ``build_prompts``.
-        task: Template, label words and separator.
-        demonstrations: Their labels count, their texts do not.
-        queries: As in ``build_prompts``.
-        batch_size: Prompts in a batch, at most.
+    published code; queries do not change. Compare with ``target_logits`` and ``loyalty``. Arguments
+    are those of ``build_prompts``; of the demonstrations the labels count, and no texts.
 
     Examples:
         >>> asked = [al.Example("Who?", 3)]
@@ -268,8 +248,7 @@ def _prompt_of_pieces(
 ) -> _Prompt:
     if not pieces or any(name == "" for name, _ in pieces):
         raise PromptError(
-            f"prompt {number} must be a list of (name, text), where the name may be None; got "
-            f"{pieces!r}"
+            f"prompt {number} must be a list of (name, text) or (None, text); got {pieces!r}"
         )
     if not any(text for _, text in pieces):
         raise PromptError(f"prompt {number} has no text; got {pieces!r}")

@@ -1,9 +1,8 @@
 """Tasks for chat models: demonstrations are turns of a conversation, in the model's own format.
 
-A chat template is a program, so that where a turn ends up in its text is not known beforehand.
-It is therefore run twice: with the turns, and with marks around the texts in them, which shows what
-stands around each text. Both results must agree to the last character. A third run has an answer to
-the query, which must follow where the template asks for it.
+A chat template is a program. It is therefore run twice: with the turns, and with marks around the
+texts in them, which shows what stands around each text; both must agree to the last character. A
+third run has an answer to the query, which must follow where the template asks for it.
 """
 
 import re
@@ -40,44 +39,32 @@ class ChatTask(Task):
     r"""A task whose demonstrations are turns of user and assistant, by the tokenizer's template.
 
     What stands before ``{label}`` is the user's turn, the label word is the assistant's answer, and
-    the query is the last turn of the user. The tokens are those of
-    ``tokenizer.apply_chat_template(..., add_generation_prompt=True)``, and ``build_prompts`` finds
-    the positions in them. A BOS is in the prompt if the template writes one.
+    the query is the last turn of the user. The tokens are those of ``apply_chat_template`` with
+    ``add_generation_prompt=True``; a BOS is in the prompt if the template writes one.
 
     Args:
-        template: As in ``Task``. The part before ``{label}`` is the user's turn; what follows
-            ``{label}`` belongs to the assistant's.
+        template: As in ``Task``; what follows ``{label}`` belongs to the assistant's turn.
         labels: As in ``Task``, but usually without a space before the word, because an answer
             begins with it. Many templates remove spaces around a turn.
-        instructions: The turn of the system, before all others. Without them there is no
-            such turn, and templates may write one of their own.
-        score: As in ``Task``.
-        options: Passed to ``apply_chat_template``: variables of the template, such as
-            ``{"enable_thinking": False}``, or another template, ``{"chat_template": "..."}``. With
-            ``{"sanitize_control_tokens": True}`` control tokens in the texts are read as
-            characters, as transformers 5.24 and newer do.
-        date: The day, as ``"2024-07-26"``, that a template writes which writes today's date. It is
-            fixed, so that the same prompts come tomorrow.
+        instructions: The system's turn. Without them a template may write one of its own.
+        options: Passed to ``apply_chat_template``: variables such as ``{"enable_thinking": False}``
+            or a template, ``{"chat_template": "..."}``. With ``{"sanitize_control_tokens": True}``
+            control tokens in texts are read as characters, as transformers 5.24 and newer do.
+        date: The day that templates write as today, ``"2024-07-26"``, so that prompts stay.
 
     Raises:
         PromptError: As for ``Task``, the options are those that ``build_prompts`` sets, or the date
-            is none. In ``build_prompts``: there is no chat template, it fails (many know no system
-            turn), changes a text or writes the instructions after the first demonstration, or the
-            model would not answer where the template asks: it was told to think first, or answers
-            begin with something else, such as the name of a channel.
+            is none. In ``build_prompts``: the template fails (many know no system turn), changes a
+            text, writes the instructions late, or the model would not answer where it asks: it was
+            told to think first, or answers begin with something else, such as a channel's name.
 
     Examples:
         >>> plain = "{% for m in messages %}<{{ m.role }}> {{ m.content }}\n{% endfor %}<assistant>"
         >>> task = al.ChatTask("Review: {text}{label}", labels=["negative", "positive"],
         ...     options={"chat_template": plain})  # a chat model has a template of its own
-        >>> demos = [al.Example("dull", 0), al.Example("fun", 1)]
-        >>> print("".join(piece.text for piece in task.write(model.tokenizer, demos, "so so")))
-        <user> Review: dull
-        <assistant> negative
-        <user> Review: fun
-        <assistant> positive
-        <user> Review: so so
-        <assistant>
+        >>> pieces = task.write(model.tokenizer, [al.Example("fun", 1)], "dull")
+        >>> "".join(piece.text for piece in pieces)
+        '<user> Review: fun\n<assistant> positive\n<user> Review: dull\n<assistant>'
     """
 
     separator: str = field(default="", init=False)
@@ -108,8 +95,7 @@ class ChatTask(Task):
         """The special tokens of the tokenizer, and what else it added that the template writes.
 
         Raises:
-            PromptError: The instructions hold one. With ``sanitize_control_tokens``, as for
-                ``apply_chat_template``, the format of the turns holds none either.
+            PromptError: The instructions hold one; with ``sanitize_control_tokens``, or the format.
         """
         template, is_text = self._template(tokenizer), bool(self.options.get(_AS_TEXT))
         cure = "" if is_text else f", or read it as characters (options={{{_AS_TEXT!r}: True}})"
@@ -131,8 +117,7 @@ class ChatTask(Task):
         """A label word as the template writes it in the answer to a query.
 
         Raises:
-            PromptError: A stored answer does not stand where the template asks for one, so that the
-                model would not answer there.
+            PromptError: A stored answer does not stand where the template asks for one.
         """
         with self._curing(tokenizer, demonstrations, query, word):
             return self._written_word(tokenizer, demonstrations, query, word)
@@ -171,10 +156,7 @@ class ChatTask(Task):
         return [piece for piece in (*pieces, Piece(asking, QUERY)) if piece.text]
 
     def _beginning(self, around: Sequence[str], end: str, before: str) -> list[Piece]:
-        """What stands before the first text: the beginning of its turn is format, as of others.
-
-        Some templates write the instructions between the beginning of the turn and its text.
-        """
+        """What stands before the first text, such as instructions; the turn's header is format."""
         if len(around) == 2:  # no demonstration
             before = next(each for each in (*_variants(before), "") if around[0].endswith(each))
             return [Piece(around[0].removesuffix(before), OTHER), Piece(before, QUERY)]
@@ -248,8 +230,7 @@ class ChatTask(Task):
     ) -> bool:
         """Whether what a template asks with, and leaves out of answers, is an empty thought.
 
-        It comes with the switch for "do not think", or is left out of a stored answer that begins
-        with it, or is opened and closed.
+        It comes with "do not think", is left out of an answer that begins so, or opens and closes.
         """
         short = demonstrations[:1]
         now = self._asked(tokenizer, short, query)
@@ -364,8 +345,7 @@ class ChatTask(Task):
         if tokenizer.chat_template is None and "chat_template" not in self.options:
             raise PromptError(
                 f"the tokenizer {tokenizer.name_or_path!r} has no chat template; use a chat model "
-                "or plain prompts (al.Task), or "
-                "ChatTask(..., options={'chat_template': '...'})"
+                "or plain prompts (al.Task), or ChatTask(..., options={'chat_template': '...'})"
             )
         template = str(tokenizer.get_chat_template(self.options.get("chat_template")))
         if "strftime_now" not in template:
@@ -462,9 +442,8 @@ def _units_in(text: str, turns: Sequence[_Turn], around: Sequence[str]) -> list[
         position += len(fits[0]) + len(after)
     if position != len(text):
         raise PromptError(
-            f"the chat template writes {text[position:]!r} after the turns of these "
-            "demonstrations, which it does not after others; give another template "
-            "(options={'chat_template': '...'})"
+            f"the chat template writes {text[position:]!r} after the turns of these demonstrations"
+            ", not after others; give another template (options={'chat_template': '...'})"
         )
     return found
 

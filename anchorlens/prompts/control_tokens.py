@@ -1,9 +1,8 @@
 """Control tokens: they begin prompts and end turns, and no text of the data may become one.
 
-A tokenizer reads "<s>" or "<|im_end|>" in a text as if the format of the prompt said it: a text of
-the data could so end its own turn and write an answer. What the data gives (texts, label words,
-named segments) is therefore compared with the control tokens after a prompt was tokenized. What the
-user writes around it (the template of a task) is format, and may hold them.
+A tokenizer reads "<|im_end|>" in a text as if the format of the prompt said it: a text of the data
+could so end its turn and write an answer. What the data gives (texts, label words, named segments)
+is therefore compared with the control tokens. The template of a task is format, and may hold them.
 """
 
 import unicodedata
@@ -54,10 +53,7 @@ class ControlTokens(NamedTuple):
 
 
 def control_tokens(tokenizer: Any, template: str = "", **of_task: Any) -> ControlTokens:
-    """The special tokens of a tokenizer, and other added tokens that a chat template writes.
-
-    White space that was added as a token is text, also where a template writes it.
-    """
+    """The special tokens of a tokenizer, and added ones (not white space) of a chat template."""
     listed = getattr(tokenizer, "chat_control_tokens", None) if template else ()
 
     def is_written(name: str) -> bool:

@@ -40,10 +40,7 @@ _INTEGER = re.compile(r"\s*[+-]?[0-9]{1,18}\s*")
 
 
 def read_columns(path: Path, label: str) -> Table:
-    """The columns of a file by name, each a sequence of Python values.
-
-    The cells of csv are text; only whole numbers in the column ``label`` become integers.
-    """
+    """The columns of a file by name; of csv texts, and whole numbers in the column ``label``."""
     suffix = path.suffix.lower()
     if suffix not in READERS:
         raise DataError(

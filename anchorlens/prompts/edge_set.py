@@ -1,13 +1,13 @@
 """A set of edges as a value: a tensor whose query rows are computed when they are read.
 
-All edges of 32,000 tokens would be a table of 1 GB for each set. A set therefore holds a function
-of query rows, and joins with other sets as such a function. It depends on nothing but what it was
-made of: not on who reads it, when, or how often. What it is made of lies on the CPU, and rows are
-computed on the device that needs them.
+All edges of 32,000 tokens would be a table of 1 GB. A set holds a function of query rows instead,
+which depends on nothing but what the set was made of; that lies on the CPU, and rows are computed
+on the device that needs them.
 """
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
+from dataclasses import dataclass, replace
 from functools import partial
 from operator import and_, or_
 from typing import Any
@@ -23,35 +23,86 @@ from ..system.row_pieces import row_slices, stored_rows
 from ..system.texts import described
 from ..system.torch_state import gradient_mode
 from .batch import PromptBatch, anchors_of
-from .edge_classes import EdgeClasses
 
 Edges = Bool[Tensor, "batch query key"]
 Positions = Bool[Tensor, "batch position"]
 RowsOf = Callable[[slice, Device], Edges]
 EdgesOfBatch = Callable[[PromptBatch], Edges]
+_MOST_EDGE_CLASSES = 256  # classes of queries, or of keys
+
+
+@dataclass(frozen=True, eq=False)
+class EdgeClasses:
+    """Edges by the classes of their queries and keys, as all sets have that are made of positions.
+
+    Edge (i, j) is ``table[queries[i], keys[j]]`` where j < i, and ``later`` where j >= i. Sums over
+    such sets need no table of positions.
+    """
+
+    queries: Int[Tensor, "batch query"]
+    keys: Int[Tensor, "batch key"]
+    table: Bool[Tensor, "query_class key_class"]
+    later: bool = False
+
+    @classmethod
+    def between(cls, queries: Positions, keys: Positions) -> "EdgeClasses":
+        """Edges from each of the queries to each of the keys before it."""
+        table = torch.zeros(2, 2, dtype=torch.bool, device="cpu")
+        table[1, 1] = True
+        return cls(queries.long(), keys.long(), table)
+
+    def joined(self, join: Callable[[Any, Any], Any], other: "EdgeClasses") -> "EdgeClasses | None":
+        """The edges of which ``join`` says so, of those of two sets; None for too many classes."""
+        common = in_common([self, other])
+        if common is None:
+            return None
+        queries, keys, (ours, theirs) = common
+        return EdgeClasses(queries, keys, join(ours, theirs), join(self.later, other.later))
+
+    def __invert__(self) -> "EdgeClasses":
+        return replace(self, table=~self.table, later=not self.later)
+
+
+Tables = Bool[Tensor, "set query_class key_class"]
+
+
+def in_common(
+    sets: Sequence[EdgeClasses],
+) -> tuple[Int[Tensor, "batch query"], Int[Tensor, "batch key"], Tables] | None:
+    """The same classes for several sets, and the table of each; None for too many classes."""
+    first = sets[0]
+    queries, keys, tables = first.queries, first.keys, first.table[None]
+    for each in sets[1:]:
+        rows, columns = each.table.shape
+        if max(tables.shape[1] * rows, tables.shape[2] * columns) > _MOST_EDGE_CLASSES:
+            return None
+        queries, keys = queries * rows + each.queries, keys * columns + each.keys
+        theirs = each.table.repeat(tables.shape[1], tables.shape[2])[None]
+        ours = tables.repeat_interleave(rows, 1).repeat_interleave(columns, 2)
+        # Classes with equal rows or columns in all tables are one.
+        both, of_queries = torch.cat([ours, theirs]).unique(dim=1, return_inverse=True)
+        tables, of_keys = both.unique(dim=2, return_inverse=True)
+        queries, keys = of_queries[queries], of_keys[keys]
+    return queries, keys, tables
 
 
 class EdgeSet(Tensor):
     """Edges of a batch: a ``Bool[Tensor, "batch query key"]`` that is computed when it is read.
 
-    ``|``, ``&`` and ``~`` give sets again, also with a plain tensor on either side. All else that
-    torch does with a tensor makes the whole table first, and gives a plain tensor:
-    ``edges.sum(2)``, ``edges[0]``, ``torch.where(edges, a, b)``. A set cannot be edited: write into
-    ``table = edges.table()``, which is a plain tensor of your own.
+    ``|``, ``&`` and ``~`` give sets again, also with a plain tensor on either side; all else that
+    torch does with a tensor (``edges.sum(2)``, ``edges[0]``) makes the whole table first. A set
+    cannot be edited: write into ``table = edges.table()``, a plain tensor of your own.
 
     Examples:
         >>> chosen = al.edges.wp(batch) & ~al.edges.from_first(batch)
         >>> torch.equal(chosen.rows(slice(3, 9)), chosen.table()[:, 3:9])
-        True
-        >>> chosen.sum((1, 2)).tolist() == chosen.counts().tolist()
         True
     """
 
     _rows_of: RowsOf
     _classes_of: Callable[[], EdgeClasses | None]
     _of_paper: Any = "", None  # its name there, and the prompts of which it was made
-    # Operations reach __torch_dispatch__, also those of an index tensor[edges]; shape and device
-    # are known without values.
+    # Operations reach __torch_dispatch__, also an index tensor[edges]; shape needs no values.
     __torch_function__: Any = torch._C._disabled_torch_function_impl
 
     @staticmethod
@@ -126,10 +177,7 @@ class EdgeSet(Tensor):
         return EdgeSet(rows_of, (1, length, length))
 
     def over(self, length: int) -> "EdgeSet":
-        """The edges between the first ``length`` positions.
-
-        Beyond those of the set, each position is a query like the last one, and no key.
-        """
+        """The edges between the first ``length`` positions; those beyond read as the last does."""
         given = self.shape[2]
 
         def rows_of(rows: slice, device: Device) -> Edges:
@@ -231,10 +279,7 @@ def _rows_between(queries: Positions, keys: Positions, rows: slice, device: Devi
 
 
 def check_edges(batch: PromptBatch, edges: Any, *, to_itself: bool = False) -> EdgeSet:
-    """The edges as a set of these prompts; an error unless each goes to an earlier token.
-
-    With ``to_itself`` edges from a token to itself are allowed too.
-    """
+    """The edges as a set; an error unless each goes to an earlier token, or (if allowed) itself."""
     chosen = as_edge_set(batch, edges)
     padding = ~batch.attention_mask
     for rows, of_rows in chosen.pieces():

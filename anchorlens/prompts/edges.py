@@ -1,12 +1,10 @@
 """Sets of edges: tensors of True and False over (query, key), made from positions.
 
 Edge (i, j) is True if query position i attends to key position j and j < i. No edge set holds the
-diagonal or padding. Combine sets as tensors: ``|``, ``&``, ``& ~``. Each is an
-``al.prompts.EdgeSet``, whose rows are computed when they are read.
+diagonal or padding. Each is an ``al.prompts.EdgeSet``; combine them by ``|``, ``&``, ``& ~``.
 
 Examples:
     >>> to_labels = edges.between(edges.segment(batch, "query"), edges.anchors(batch))
-    >>> without_bos = edges.wp(batch) & ~edges.from_first(batch)
     >>> bool((to_labels & edges.wp(batch)).any())
     False
 """
@@ -38,10 +36,6 @@ Tokens = ColumnNumbers | PositionsOfBatch
 @checked
 def between(queries: Positions, keys: Positions) -> EdgeSet:
     """Edges from every position in ``queries`` to every earlier position in ``keys``.
-
-    Args:
-        queries: Positions that attend.
-        keys: Positions attended to.
 
     Examples:
         >>> between(torch.tensor([[False, True]]), torch.tensor([[True, True]])).tolist()
@@ -81,7 +75,6 @@ def at(batch: PromptBatch, positions: ColumnNumbers) -> Positions:
 
     Examples:
         >>> first_two = edges.at(batch, batch.label_positions[:, :2])
-        >>> gathered = edges.between(first_two, batch.attention_mask)
         >>> edges.at(batch, [3]).sum(1).tolist() == [1] * len(batch)
         True
     """
@@ -108,11 +101,7 @@ def anchors(batch: PromptBatch) -> Positions:
 
 @checked
 def forerunners(batch: PromptBatch) -> Positions:
-    """Positions of the token before each anchor, such as the colon in "Answer: Entity".
-
-    Raises:
-        PromptError: As of ``anchors``.
-    """
+    """Positions of the token before each anchor, such as the colon in "Answer: Entity"."""
     labels = anchors(batch)
     return torch.cat([labels[:, 1:], torch.zeros_like(labels[:, :1])], 1) & batch.attention_mask
 
@@ -138,7 +127,6 @@ def demonstration(batch: PromptBatch, number: int) -> Positions:
     first demonstration begins after BOS and the instructions.
 
     Args:
-        batch: Prompts with known label words.
         number: Which one, from 0, in order of appearance.
 
     Raises:
@@ -169,11 +157,7 @@ def demonstration(batch: PromptBatch, number: int) -> Positions:
 def each_demonstration(batch: PromptBatch) -> dict[str, PositionsOfBatch]:
     """Every demonstration as a segment: functions of the batch to ``demonstration``, by name.
 
-    Args:
-        batch: Prompts with known label words; other batches have as many demonstrations.
-
-    Raises:
-        PromptError: There are no label words.
+    Other batches of a run must have as many demonstrations.
 
     Examples:
         >>> results = al.run(model, batches, [al.SegmentFlows(edges.each_demonstration(batch))],
@@ -194,10 +178,7 @@ def bos(batch: PromptBatch) -> Positions:
 
 @checked
 def query(batch: PromptBatch) -> Positions:
-    """Positions from the first token of the query to the target position.
-
-    The segment ``query`` does not hold the target position, which is a segment by itself.
-    """
+    """Positions from the first token of the query to the target, which is a segment by itself."""
     return batch.up_to_target & batch.from_query
 
 
@@ -212,14 +193,11 @@ def pairs(batch: PromptBatch, pairs: Pairs | Sequence[Pairs]) -> EdgeSet:
     """Single edges by number: (query, key) for each of them.
 
     Args:
-        batch: The prompts.
-        pairs: Positions that count from 0 at the first token of a prompt (its BOS), so that padding
-            does not move them; the key is the earlier one. A list for all prompts, or a list for
-            each prompt of the batch.
+        pairs: Positions from 0 at the first token of a prompt (its BOS), whatever the padding; the
+            key is the earlier one. A list for all prompts, or a list for each.
 
     Raises:
-        PromptError: A position lies outside its prompt, a key is not before its query, or there is
-            no pair, or not a list for each prompt.
+        PromptError: A position lies outside its prompt, a key is not before its query, or none is.
 
     Examples:
         >>> hooks = al.block_edges(model, batch, edges.pairs(batch, [(20, 8)]))
@@ -270,12 +248,8 @@ def induction(batch: PromptBatch) -> EdgeSet:
     but for the edge from a token to itself where its id is that of the token before it.
 
     Examples:
-        >>> flows = al.SaliencyFlows(
-        ...     edges={"induction": edges.induction, "every": edges.every},
-        ...     weight=al.weights.attention)
-        >>> record = al.run(model, [batch], [flows], progress=False, resamples=0)[flows.name]
-        >>> record.per_head.shape == (model.cfg.n_layers, model.cfg.n_heads, 2)
-        True
+        >>> both = {"induction": edges.induction, "every": edges.every}
+        >>> heads = al.SaliencyFlows(edges=both, weight=al.weights.attention)  # of its per_head
     """
     before = batch.tokens.roll(1, 1).masked_fill(_first(batch), -1)  # no token
     return _of_equal(batch, batch.tokens, before)
@@ -328,10 +302,7 @@ def read_by(positions: Tokens, readers: Tokens | None = None) -> EdgesOfBatch:
 
 @checked
 def reading(positions: Tokens) -> EdgesOfBatch:
-    """A function of the batch: all edges from these tokens, to every earlier one.
-
-    Args:
-        positions: As of ``read_by``.
+    """A function of the batch: all edges from these tokens (as of ``read_by``) to earlier ones.
 
     Examples:
         >>> hooks = al.block_edges(model, batch, edges.reading(edges.target), 1)
@@ -372,13 +343,10 @@ def random_positions(
 ) -> Positions:
     """Random positions of the demonstrations, as many as label words: the control of ``wp``.
 
-    The draw depends on ``seed`` and the demonstrations alone: it is the same for every batch,
-    process and padding side. The first token of a prompt, BOS, instructions and label words are
-    never drawn.
+    The draw depends on ``seed`` and the demonstrations alone, not on batch, process or padding. The
+    first token of a prompt, BOS, instructions and label words are never drawn.
 
     Args:
-        batch: Prompts with known label words.
-        seed: Number of the draw.
         whole_words: Draw as many positions as the label words have tokens.
         after: Draw only positions after these; by default after the first token of each prompt.
 
@@ -412,14 +380,11 @@ def random_positions(
 def random_keys(batch: PromptBatch, edges: Edges | EdgesOfBatch, seed: int) -> EdgeSet:
     """Random edges of the same queries: each query reads as many other keys as in ``edges``.
 
-    Edges up to the target position count, and those to the first token of a prompt are not drawn.
-    The draw depends only on ``seed`` and the tokens of the demonstrations, and in each row on
-    nothing after it: it does not depend on the batch or the padding.
+    Edges up to the target position count, and those to the first token are not drawn. Draws depend
+    on ``seed`` and the tokens of the demonstrations, and in each row on nothing after it.
 
     Args:
-        batch: The prompts.
         edges: Edges of these prompts, from a token to an earlier one; or a function of the batch.
-        seed: Number of the draw.
 
     Raises:
         HookError: A row has too few other keys.

@@ -21,10 +21,7 @@ from .datafiles import READERS, Table, nested_fields, read_columns, refuse_no_ro
 @checked
 @dataclass(frozen=True)
 class Example:
-    """A text and its class, or ``None`` if the class is not known.
-
-    ``image`` is the path of its image, if it has one, which ``al.with_images`` takes.
-    """
+    """A text, its class (or ``None``), and the path of its image, if any (see ``with_images``)."""
 
     text: str
     label: int | None = None
@@ -110,23 +107,19 @@ def load_examples(
 
     Args:
         source: A bundled name (``"sentiment"``, ``"questions"``, ``"news"``, ``"emotions"``), a
-            task of the paper (``"sst2"``, ``"trec"``, ``"agnews"``, ``"emo"``, read from the
-            hub), the path of a jsonl, csv or parquet file, or any other data set on the hub. A
-            ``Path`` is always a file, and so is a string that names an existing file or ends in
-            the suffix of one. Or rows that you have already: a list of dicts, a ``Dataset`` or a
-            ``DataFrame``.
-        split: ``"train"`` or ``"test"``; for other data sets on the hub any split that they have,
-            by default ``"train"``. Bundled sets are split into halves with all classes in each, and
-            read whole without a split. A file takes none, nor do rows.
+            task of the paper on the hub (``"sst2"``, ``"trec"``, ``"agnews"``, ``"emo"``), a jsonl,
+            csv or parquet file, or another data set on the hub. A ``Path`` is always a file, and so
+            is a string that names an existing one or ends in the suffix of one. Or rows: a list of
+            dicts, a ``Dataset`` or a ``DataFrame``.
+        split: ``"train"`` or ``"test"``; of other data sets on the hub any, by default ``"train"``.
+            Bundled sets are whole without one, else halves with all classes; files have no splits.
         text: Column of the texts (files, rows and other hub data sets).
         label: Column of the classes: integers from 0, or the values listed in ``classes``.
-        image: Column of the paths of images, one a row; relative ones begin at the folder of the
-            file. By default there are no images.
+        image: Column of the paths of images, relative to the folder of the file; none by default.
         classes: The values of the label column in class order, if they are not 0, 1, ...
 
     Raises:
-        DataError: The source, split or column does not exist, a label is not a class, the classes
-            are not different values, or the hub cannot be reached.
+        DataError: Source, split, column or classes are wrong, or the hub cannot be reached.
 
     Examples:
         >>> examples = load_examples("sentiment", split="train")
@@ -147,14 +140,12 @@ def load_examples(
         )
     if not isinstance(source, str | Path):
         if split is not None:
-            raise DataError(
-                f"rows are one split, but split={split!r} came with them; give no split"
-            )
+            raise DataError(f"rows are one split, but split={split!r} came with them; give none")
         refuse_no_rows(columns := table_of(source), name)
         return _examples(columns, name, text, label, classes, image)
     if image is not None and not _is_file(source):
         raise DataError(
-            f"image={image!r} names a column, which only a file or rows have; {name} is neither"
+            f"image={image!r} is a column, which only a file or rows have; {name} is none"
         )
     if not isinstance(source, Path) and name in BUNDLED:
         with as_file(files("anchorlens") / "data" / f"{name}.jsonl") as path:
@@ -169,8 +160,7 @@ def load_examples(
     if _is_file(source):
         if split is not None:
             raise DataError(
-                f"a file is one split, but split={split!r} came with {name}; "
-                "pass the file of the split that you want, and no split"
+                f"a file is one split, but split={split!r} came with {name}; pass its file"
             )
         columns, folder = read_columns(Path(source), label), Path(source).parent
         return _examples(columns, name, text, label, classes, image, folder)
@@ -221,9 +211,7 @@ def sample_demonstrations(
                 "each class are asked for; lower shots or give more examples"
             )
     generator = random.Random(seed)
-    drawn = [
-        demo for number in sorted(by_class) for demo in generator.sample(by_class[number], shots)
-    ]
+    drawn = [demo for k in sorted(by_class) for demo in generator.sample(by_class[k], shots)]
     generator.shuffle(drawn)
     return drawn
 
@@ -240,17 +228,13 @@ def sample_queries(
     """Draw queries without replacement, none with the text of an excluded example.
 
     Args:
-        examples: Examples to draw from.
-        count: Number of queries.
         seed: Seed of a separate generator; the global random state is not touched.
-        exclude: Examples whose texts (with their images) must not be drawn, such as the
-            demonstrations.
+        exclude: Examples whose texts (with their images) must not be drawn.
         even: Draw as many of each class, or one more of some, whatever their shares in the
             examples are. An accuracy then says more where one class is much the commonest.
 
     Raises:
-        DataError: There are fewer than ``count`` examples left, or too few of a class to draw
-            evenly, or ``count`` is below 1.
+        DataError: ``count`` is below 1, or too few examples are left, in all or of a class.
 
     Examples:
         >>> examples = load_examples("questions")

@@ -1,12 +1,10 @@
 """Prompts with images: a placeholder becomes the tokens that the processor writes for the image.
 
-1. The processor writes all images of a prompt in one call, between tokens that tell them apart: how
-   many tokens an image has can depend on the others.
-2. The tokens of each image stand where its placeholder was, and all positions move with them.
-3. What the processor gives beside tokens are the ``inputs`` of the prompt.
+The processor writes all images of a prompt in one call, between tokens that tell them apart: how
+many tokens an image has can depend on the others. All positions move with these tokens, and what
+the processor gives beside tokens are the ``inputs`` of the prompt.
 """
 
-import hashlib
 from base64 import b64encode
 from collections.abc import Sequence
 from contextlib import nullcontext
@@ -21,7 +19,7 @@ from torch import Tensor
 from ..errors import PromptError
 from ..system.arguments import checked
 from ..system.files import bytes_of
-from .batch import PromptBatch, check_prompts, demonstrations_ids, digest
+from .batch import PromptBatch, bytes_digest, check_prompts, demonstrations_ids, digest
 from .prompt_html import Picture
 from .segment_names import IMAGE, PADDING, SEGMENTS, of_task
 
@@ -31,8 +29,7 @@ _SIDE = 96  # pixels of an image that a page draws, at most
 _CURE = "install Pillow: pip install 'anchorlens[images]'"
 # Named, because an image comes from a stranger, and for others Pillow starts a program (EPS).
 _FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF")
-# Twice what a processor keeps at most (4096 x 4096). Pillow holds them in 128 MiB, and a file of
-# some KB can have a hundred times as many.
+# Twice what processors keep (4096 x 4096), in 128 MiB; a file of some KB can have 100 times more.
 _PIXELS = 2**25
 _KEPT = 2**25  # pixels of images that are held for other prompts, before one more is read
 
@@ -48,18 +45,15 @@ def with_images(
     demonstration and the query has one, or with ``build_segments`` in a piece without a name. In a
     segment of your own its tokens belong to that segment.
 
-    All passes, edges, hooks and metrics take these prompts. They run whole: no tokens are shared,
-    and what goes on from a key-value cache (contexts, words of several tokens in the loss) is
-    refused.
+    All passes, edges, hooks and metrics take these prompts, which run whole: no tokens are shared,
+    and what goes on from a key-value cache (contexts, losses of several tokens) is refused.
 
     Args:
-        batches: Prompts of texts, of ``build_prompts`` or ``build_segments``, built with
-            ``processor.tokenizer``.
+        batches: Prompts of texts, built with ``processor.tokenizer``.
         processor: The processor of the model (``transformers.AutoProcessor.from_pretrained``).
-        images: For each prompt, by its ``index``, the images of the whole prompt in the order of
-            their placeholders: those of the demonstrations, then that of the query. An image is one
-            of Pillow, or the path of a file (PNG, JPEG, WEBP, GIF, BMP or TIFF), with at most
-            33,554,432 pixels.
+        images: For each prompt, by its ``index``, the images in the order of their placeholders:
+            those of the demonstrations, then that of the query. An image is one of Pillow or a file
+            (PNG, JPEG, WEBP, GIF, BMP or TIFF), with at most 33,554,432 pixels.
 
     Returns:
         The batches with the tokens of the images, with ``inputs`` and ``pictures``. Prompts whose
@@ -67,8 +61,7 @@ def with_images(
 
     Raises:
         PromptError: A prompt has other placeholders than images, an image cannot be read, Pillow is
-            missing, ``processor`` is none of images, or a placeholder is not one token or would
-            merge with the text around it.
+            missing, ``processor`` is none of images, or a placeholder would merge with the text.
 
     Examples:
         >>> asked = al.Task("<image> {text} ->{label}", labels=[" Human", " Location"])
@@ -137,7 +130,8 @@ class _Reader(dict[Any, _Shown]):
             if sum(each.image.width * each.image.height for each in self.values()) > _KEPT:
                 self.clear()
             image = image_of(source)
-            self[key] = _Shown(source, image, _digest(image), _small(image))
+            pixels = bytes_digest(repr(image.size).encode() + image.tobytes())
+            self[key] = _Shown(source, image, pixels, _small(image))
         return self[key]
 
 
@@ -181,9 +175,7 @@ class _Writer(NamedTuple):
             else:
                 runs[-1].append(token)
         if len(runs) != len(images):
-            raise PromptError(
-                f"the processor writes {len(runs)} images where there are {len(images)}"
-            )
+            raise PromptError(f"the processor writes {len(runs)} images of {len(images)}")
         return runs, {name: value for name, value in made.items() if name not in _OF_TOKENS}
 
 
@@ -289,11 +281,6 @@ def _encodes_back(tokenizer: Any, tokens: Sequence[int]) -> bool:
 
 def _table(rows: Sequence[Sequence[int]], width: int, padding: int) -> Tensor:
     return torch.tensor([[*row, *[padding] * (width - len(row))] for row in rows], device="cpu")
-
-
-def _digest(image: Any) -> int:
-    pixels = hashlib.sha256(repr(image.size).encode() + image.tobytes()).digest()
-    return int.from_bytes(pixels[:7], "big")
 
 
 def _small(image: Any) -> str:

@@ -1,8 +1,7 @@
 """The positions of label words and of all other pieces of a prompt among its tokens.
 
 A prompt is joined from pieces (a text, a label word, the format around them), so that the piece of
-every character is known. The character offsets of the tokenizer then give the piece of every token.
-Token ids are never searched.
+every character is known, and of every token by its character offsets. Ids are never searched.
 """
 
 import unicodedata
@@ -33,10 +32,7 @@ class WrittenPrompt(NamedTuple):
     added: Bool[np.ndarray, " position"]  # tokens without a character, which the tokenizer adds
 
     def piece_of_token(self) -> Int[np.ndarray, " position"]:
-        """The piece of each token: that of its last character, so that a space is the next word's.
-
-        Added tokens are in none, -1.
-        """
+        """The piece of each token's last character (a space is the next word's); -1 if added."""
         sizes = [len(piece.text) for piece in self.pieces]
         of_character = np.repeat(np.arange(len(sizes)), sizes)
         of_token = of_character[np.maximum(self.spans[:, 1] - 1, 0)]
@@ -56,9 +52,7 @@ class WrittenPrompt(NamedTuple):
         spans, word = self.spans, self.text[start:stop]
         inside = np.flatnonzero((spans[:, 1] > start) & (spans[:, 0] < stop))
         if not len(inside):
-            raise PromptError(
-                f"the tokenizer gives no token for the label word {word!r}; choose another"
-            )
+            raise PromptError(f"the tokenizer has no token for label word {word!r}; choose another")
         first, last = int(inside[0]), int(inside[-1])
         if spans[first, 0] != start or spans[last, 1] != stop:
             side = "before" if spans[first, 0] != start else "after"
@@ -78,10 +72,7 @@ def write_prompt(
     control: ControlTokens,
     adds_special_tokens: bool = True,
 ) -> WrittenPrompt:
-    """The tokens of joined pieces, of which what the data gives holds no control token.
-
-    A BOS that the text begins with, as that of a chat template does, and the tokenizer adds is one.
-    """
+    """The tokens of joined pieces, with one BOS, and no control token in what the data gives."""
     text = "".join(piece.text for piece in pieces)
     is_data = [piece.is_data for piece in pieces for _ in piece.text]
     tokens, spans, special = encode(tokenizer, text, adds_special_tokens=adds_special_tokens)
@@ -122,13 +113,11 @@ def encode(
 ) -> tuple[list[int], list[Span], list[bool]]:
     """Token ids, the characters [start, end) of each token, and which the tokenizer has added.
 
-    A token begins where the previous token ended, so that " Positive" includes its space. Added
-    tokens that stand ``as_text`` are read as characters.
+    A token begins where the previous one ended: " Positive" has its space. See ``control_tokens``.
     """
     if not as_text:
         return _encoded(tokenizer, text, adds_special_tokens)
-    # As transformers does with sanitize_control_tokens: what goes on is encoded after a line break,
-    # because some tokenizers put a space at the beginning.
+    # As transformers does: what goes on is encoded after a line break, as some put a space first.
     line_break = _encoded(tokenizer, "\n", False)[0]
     skipped = len(line_break)
     tokens, spans, special = _encoded(tokenizer, text[: as_text[0][0]], adds_special_tokens)

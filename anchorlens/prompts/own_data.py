@@ -1,10 +1,8 @@
 """A task for a data file that comes alone: its columns, classes, template and label words.
 
-1. Classes are in a column with few different values; texts are in the column with the longest,
-   which mostly differ. Columns that many rows leave empty come last.
-2. The template names both columns, and the name of a class is its label word.
-3. If a tokenizer cannot tell these words apart, other words take their place. Those are listed,
-   and a warning names words that say nothing of their class.
+Classes are in a column with few different values, and texts in that with the longest, which mostly
+differ; columns with gaps come last. The name of a class is its label word. If a tokenizer cannot
+tell these apart, others take their place, with a warning of those that say nothing of a class.
 """
 
 import json
@@ -53,9 +51,8 @@ class Layout(NamedTuple):
 
     def __str__(self) -> str:
         """Which columns were taken, and which others may be meant."""
-        texts, classes = (
-            ", ".join(names) or "no other" for names in (self.other_texts, self.others)
-        )
+        both = (", ".join(names) or "no other" for names in (self.other_texts, self.others))
+        texts, classes = both
         return printable(
             f"texts are taken from the column {self.text} (text= names another: {texts}), and "
             f"classes from the column {self.label} (label= names another: {classes})"
@@ -66,9 +63,8 @@ def layout_of(
     path: Path, text: str | None = None, label: str | None = None, image: str | None = None
 ) -> Layout:
     """The columns that are named, or else those that look like texts and classes; not ``image``."""
-    columns = {
-        name: cells for name, cells in read_columns(path, label or "").items() if name != image
-    }
+    whole = read_columns(path, label or "")
+    columns = {name: cells for name, cells in whole.items() if name != image}
     missing = [name for name in (text, label) if name is not None and name not in columns]
     problems = [f"there is no column {name!r}" for name in missing]
     if unfit := [value for value in columns.get(label or "", ()) if not _may_be_class(value)]:

@@ -39,7 +39,6 @@ def build_pairs(
         queries: Pairs, whose answer is not in the prompt.
         template: One pair, with ``{x}`` and then ``{y}``. White space before ``{y}`` belongs to
             the answer, and white space at the end separates pairs.
-        batch_size: Largest number of prompts in a batch.
 
     Returns:
         Batches whose ``labels`` are the answers, in the order in which they first occur.
@@ -56,8 +55,7 @@ def build_pairs(
     before, found, after = template.partition("{y}")
     if not found or "{x}" not in before:
         raise PromptError(
-            "a template of pairs has {x} and then {y}, such as '{x} -> {y}\\n'; got "
-            f"{template!r}"
+            f"a template of pairs has {{x}} and then {{y}}, '{{x}} -> {{y}}\\n'; got {template!r}"
         )
     space = before[len(before.rstrip()) :]
     shared = not demonstrations or isinstance(demonstrations[0][0], str)
@@ -93,15 +91,14 @@ def sample_pairs(
 ) -> list[PromptBatch]:
     """Word-to-word prompts whose demonstrations and queries are drawn for each seed.
 
+    Other arguments are those of ``build_pairs``.
+
     Args:
-        model: As of ``build_pairs``.
         pairs: Pairs to draw from, or the name of bundled ones: ``"antonyms"``, ``"capitals"``,
             ``"plurals"`` or ``"past"`` (the past of verbs).
         queries: Queries of each seed; none is a demonstration of that seed.
         shots: Demonstrations of each seed.
         seeds: Each draws demonstrations and queries.
-        template: As of ``build_pairs``.
-        batch_size: The most prompts of a batch.
 
     Returns:
         Batches in which all seeds have the same label words.

@@ -24,10 +24,7 @@ def checked_positions(
     given: Positions | PositionsOfBatch,
     error: type[AnchorlensError] = MetricError,
 ) -> Positions:
-    """The positions that are given for a batch, without padding.
-
-    An error names them as ``what`` if they are not True and False for each token.
-    """
+    """The positions of a user for a batch, without padding; errors name them as ``what``."""
     positions: Any = called(what, given, "the batch", batch) if callable(given) else given
     is_mask = holds_numbers(positions) and positions.dtype == torch.bool
     if not is_mask or positions.shape != batch.tokens.shape:

@@ -90,10 +90,9 @@ def token_spans(
     start: int = 0,
     pictures: Sequence[Picture] = (),
 ) -> str:
-    """Tokens, the first at ``start``, as HTML elements that show their segment.
+    """Tokens, the first at ``start``, as HTML elements that show their segment, and images.
 
-    Tokens without a text of their own (bytes of one character) are joined with the next token of
-    their segment, and padding is left out. An image stands in the place of its tokens.
+    Tokens without a text of their own (bytes of one character) are joined with the next one.
     """
     return "".join(
         _element(segment, _html(text), names, f' data-token="{start + position}"')
@@ -159,9 +158,7 @@ def _joined_tokens(
     """First position, text or picture and segment of each element; there are ``count`` segments."""
     picture_at = {each.first - start + k: each for each in pictures for k in range(each.length)}
     if len(tokens) != len(segments):
-        raise PromptError(
-            f"each token has a segment; got {len(tokens)} and {len(segments)} segments"
-        )
+        raise PromptError(f"a token has a segment; got {len(tokens)} and {len(segments)} segments")
     if wrong := [segment for segment in segments if not PADDING <= segment < count]:
         raise PromptError(
             f"segments are numbers from 0 to {count - 1}, or {PADDING} for padding; got {wrong[0]}"

@@ -1,8 +1,7 @@
 """The first token of each label word after a query, where the model predicts it.
 
 A tokenizer reads the end of a query and the label word together: "stage 1" and the label "1" become
-"stage 11". Whether it does depends on the query, so every query is tried with every word. One call
-of the tokenizer reads them all, each query without its demonstrations, which are long.
+"stage 11". So every query is tried with every word, in one call, without its long demonstrations.
 """
 
 from collections.abc import Mapping, Sequence

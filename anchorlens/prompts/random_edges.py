@@ -104,10 +104,7 @@ def best_of_all_rows(
 def _random_scores(
     free: Bool[Tensor, "query key"], generator: torch.Generator
 ) -> Iterator[tuple[slice, Float[Tensor, "query key"]]]:
-    """Random numbers of the free edges, -1 elsewhere, a few query rows at a time.
-
-    Row by row, so that later tokens do not change the numbers of earlier rows.
-    """
+    """Random numbers of the free edges, -1 elsewhere; later tokens do not change earlier rows."""
     for rows in row_slices(len(free), len(free)):
         scores = torch.zeros_like(free[rows], dtype=torch.double)
         count, length = scores.shape

@@ -1,7 +1,6 @@
 """Other labels for demonstrations: does the model learn from them, or remember the words?
 
-A relabeling is a function from a task and one set of demonstrations to a task and demonstrations.
-The functions of this file make some; your own function works too.
+A relabeling is a function of a task and one set of demonstrations to both, of this file or yours.
 """
 
 from collections.abc import Callable, Sequence
@@ -42,20 +41,16 @@ def relabel(
 
     Args:
         demonstrations: One set, or one set for each query, as for ``build_prompts``.
-        task: The task of the demonstrations.
         how: ``relabeling.gold``, ``relabeling.random(seed)``, ``relabeling.flipped(share, seed)``,
-            ``relabeling.symbols(words)``, or your own function: (task, demonstrations) to (task,
-            demonstrations), for one set.
+            ``relabeling.symbols(words)``, or your own function, (task, demonstrations) to the same.
 
     Raises:
-        PromptError: A demonstration has no label or one that is not a class of the task, a class
-            has no demonstration any more, or ``how`` is no such function.
+        PromptError: A label is no class of the task, a class has none, or ``how`` is wrong.
 
     Examples:
         >>> task, demos = al.TASKS["trec"], al.sample_demonstrations(al.load_examples("questions"))
         >>> how = al.relabeling.flipped(share=1.0, seed=0)
         >>> task, flipped = al.relabeling.relabel(demos, task, how)
-        >>> prompts = al.build_prompts(model.tokenizer, task, flipped, ["Who?"])
         >>> any(before.label == after.label for before, after in zip(demos, flipped))
         False
     """
@@ -108,8 +103,7 @@ def flipped(share: float = 1.0, seed: int = 0) -> Relabeling:
     """A share of the demonstrations gets another class, the same for all of one class.
 
     The classes exchange their labels in pairs, so that flipping twice with one seed gives the true
-    labels. An odd number of classes cannot be divided into pairs: then three of them change in a
-    circle, and flipping six times gives the true labels.
+    labels. Of an odd number three change in a circle: there flipping six times does.
 
     Args:
         share: Share of the demonstrations that change, from 0 to 1, rounded to a whole number of
@@ -148,8 +142,7 @@ def symbols(words: Sequence[str]) -> Relabeling:
     """Other label words, which mean nothing; the classes of the demonstrations do not change.
 
     Args:
-        words: A word for each class, in the order of the classes, written as label words are:
-            with the space before them (``[" A", " B"]``).
+        words: A word for each class, in their order, with a space before it (``[" A", " B"]``).
 
     Raises:
         PromptError: When it is used: there is not a label word for each class.

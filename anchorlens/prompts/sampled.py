@@ -39,14 +39,12 @@ def sample_prompts(
         shots: Demonstrations of each class.
         seeds: Each draws demonstrations and queries.
         even: Draw as many queries of each class, or one more of some.
-        batch_size: The most prompts of a batch.
 
     Returns:
         The batches of the first seed, then those of the next.
 
     Raises:
-        DataError: There is no task of that name, a task of your own has no examples, there are too
-            few of them, or seeds are not different.
+        DataError: The task has no such name or no examples, these are too few, or seeds are equal.
         PromptError: As ``build_prompts``, or the model has no tokenizer.
 
     Examples:

@@ -56,12 +56,10 @@ def read_task(path: str | Path) -> tuple[Task, Examples]:
         path: The toml file. A relative path of ``data`` begins at the folder of this file.
 
     Returns:
-        The task, and the examples for demonstrations and for queries: what ``sample_prompts``
-        takes.
+        The task, and the examples that ``sample_prompts`` takes.
 
     Raises:
-        DataError: The file cannot be read, has an entry that no task has or contradicts itself, or
-            the examples cannot be read.
+        DataError: The file or the examples cannot be read, or entries are wrong or disagree.
         PromptError: Template and labels are no task.
 
     Examples:
@@ -70,7 +68,6 @@ def read_task(path: str | Path) -> tuple[Task, Examples]:
         >>> task, examples = al.prompts.read_task(path)
         >>> task.demonstration("fun", 1)
         'Review: fun\nSentiment: B'
-        >>> batches = al.sample_prompts(model, task, examples, queries=12)
     """
     entries = read_entries(Path(path))
     task = task_of(entries, str(path))

@@ -70,12 +70,10 @@ class Task:
             demonstrations; all of them count for the prediction.
         separator: Characters between demonstrations.
         instructions: Text before the first demonstration.
-        score: How the words of a class give its score, if it has several: a function of their log
-            probabilities, Float[batch, word], and of the axis of the words. ``torch.mean`` (like
-            the default), ``torch.sum`` and ``torch.amax`` are such functions, and
-            ``torch.logsumexp``, with which the probabilities of the words are added.
-        is_open: Whether queries may have an answer that no demonstration shows, as pairs of words
-            do (``al.build_pairs``). Otherwise every class needs a demonstration.
+        score: How several words of a class give its score: a function of their log probabilities,
+            Float[batch, word], and of the axis of the words: ``torch.mean`` (like the default),
+            ``torch.sum``, ``torch.amax``, or ``torch.logsumexp``, which adds the probabilities.
+        is_open: Whether queries may have an answer that no demonstration shows (``build_pairs``).
 
     Raises:
         PromptError: The template has not these two fields in this order, there are fewer than two
@@ -87,9 +85,6 @@ class Task:
         'Review: fun\nSentiment: Positive'
         >>> task.query("dull")
         'Review: dull\nSentiment:'
-        >>> several = Task("{text} It was{label}", labels=[[" bad", " awful"], [" good", " great"]])
-        >>> several.demonstration("fun", 1)
-        'fun It was good'
     """
 
     template: str
@@ -102,10 +97,10 @@ class Task:
 
     def __post_init__(self) -> None:
         for field in ("{text}", "{label}"):
-            if self.template.count(field) != 1:
+            if (count := self.template.count(field)) != 1:
                 raise PromptError(
-                    f"the template must contain {field} exactly once, "
-                    f"but contains it {self.template.count(field)} times: {self.template!r}"
+                    f"the template must contain {field} exactly once, but contains it {count} "
+                    f"times: {self.template!r}"
                 )
         if unknown := _UNKNOWN_FIELD.search(self.template):
             raise PromptError(
@@ -118,15 +113,11 @@ class Task:
                 f"before {{label}}; got {self.template!r}"
             )
         if len(self.labels) < 2:
-            raise PromptError(
-                f"a task has at least two classes, so at least two label words; got "
-                f"{list(self.labels)}"
-            )
+            raise PromptError(f"a task has at least two classes; got {list(self.labels)}")
         every = [word for words in self.words for word in words]
         if not all(self.words) or not all(map(str.strip, every)) or len(set(every)) < len(every):
-            raise PromptError(
-                f"label words must be different and not blank; got {list(self.labels)}"
-            )
+            given = list(self.labels)
+            raise PromptError(f"label words must be different and not blank; got {given}")
         if self.score is not mean:
             check_score(self.score)
         # One word in a list is the same task as the word alone.
@@ -134,11 +125,8 @@ class Task:
         object.__setattr__(self, "labels", labels)
 
     def __repr__(self) -> str:
-        values = {
-            field.name: repr(getattr(self, field.name)) for field in fields(self) if field.init
-        }
-        # By its name, because the repr of a function holds an address, which differs between
-        # processes.
+        values = {each.name: repr(getattr(self, each.name)) for each in fields(self) if each.init}
+        # The repr of a function holds an address, which differs between processes.
         values["score"] = name_of(self.score)
         if self.score is mean and self.labels == self.first_words:
             del values["score"]
@@ -210,8 +198,7 @@ class Task:
         return control_tokens(tokenizer)
 
 
-# A column of the data, or the braces of another library's templates. Other braces are text, such as
-# those of JSON.
+# A column of the data, or the braces of other libraries' templates; others are text, as in JSON.
 _UNKNOWN_FIELD = re.compile(r"\{\{\s*\w+\s*\}\}|\{(?!text\}|label\})[^\W\d]\w*\}")
 
 

@@ -1,17 +1,28 @@
-"""Scores of the classes: from next-token logits, by one label word of each class or by several."""
+"""Scores of the classes: from next-token logits, by one label word of each class or by several.
 
-from collections.abc import Sequence
+Prompts whose two highest scores are equal are counted in ``info`` and warned of.
+"""
+
+from collections.abc import Callable, Sequence
+from contextvars import ContextVar, copy_context
 from dataclasses import dataclass
+from typing import TypeVar
 
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from ..errors import PromptError
 from ..system.arguments import checked
 from ..system.devices import sent, wide
+from ..system.processes import is_main
 from ..system.texts import name_of
+from ..system.warn import warn_user
 from .tasks import Score, check_score, mean
+
+T = TypeVar("T")
+TIES = "/ties"  # the contribution that says of each prompt whether it has a tie
+_noted: ContextVar[list[Tensor] | None] = ContextVar("ties", default=None)
 
 
 @checked
@@ -24,12 +35,11 @@ class Verbalizer:
 
     Attributes:
         token_ids: First token of each label word, by class; all different.
-        score: Function of the log probabilities of the words of one class, Float[batch, word], and
-            of the axis of the words (-1), to the score of the class, Float[batch].
+        score: From the log probabilities of a class's words, Float[batch, word], and the axis of
+            the words (-1) to the score of the class, Float[batch].
 
     Raises:
-        PromptError: Token ids are no whole numbers from 0, a class has none, two are the same, or
-            ``score`` does not give one number a prompt.
+        PromptError: Token ids are below 0, missing or equal, or ``score`` gives no number a prompt.
 
     Examples:
         >>> words = al.prompts.Verbalizer([[1, 2], [5]], torch.logsumexp)  # probabilities, added
@@ -101,3 +111,41 @@ def label_scores(
     if isinstance(labels, Verbalizer):
         return labels.scores(logits)
     return logits[:, labels if labels.device == logits.device else sent(labels, logits.device)]
+
+
+def tied(scores: Float[Tensor, "batch class"]) -> Bool[Tensor, " batch"]:
+    """Whether two classes have the highest score."""
+    return (scores == scores.amax(-1, keepdim=True)).sum(-1) > 1
+
+
+def note_ties(scores: Float[Tensor, "batch class"]) -> None:
+    """Note the ties of scores that are read while contributions are computed."""
+    if (noted := _noted.get()) is not None:
+        noted.append(tied(scores.detach()))
+
+
+def noting_ties(contribute: Callable[[], T], count: int) -> tuple[T, dict[str, Tensor]]:
+    """What a call returns, and the ties of ``count`` prompts if it read scores of labels."""
+    noted = list[Tensor]()
+
+    def noting() -> T:
+        _noted.set(noted)  # in a copy, which ends with the call
+        return contribute()
+
+    found = copy_context().run(noting)
+    of_prompts = [each.cpu() for each in noted if len(each) == count]
+    return found, {TIES: torch.stack(of_prompts).any(0)} if of_prompts else {}
+
+
+def warn_of_ties(ties: Bool[Tensor, " prompt"] | None) -> dict[str, str]:
+    """Warn of ties, and say in words for ``info`` how many there are, if there are any."""
+    if ties is None or not ties.any():
+        return {}
+    told = f"{int(ties.sum())} of {len(ties)} prompts"
+    if is_main():
+        warn_user(
+            f"{told} have two labels with equal scores, the highest: the lower class counts as "
+            "predicted, which favours it; use float32 (dtype=torch.float32) if this model is "
+            "rounded, or label words that it tells apart"
+        )
+    return {"ties": told}

@@ -9,7 +9,7 @@ from types import MappingProxyType
 from typing import NamedTuple
 
 from ..prompts.examples import BUNDLED
-from ..results.results import Results
+from ..results.record import Results
 from ..results.text_tables import Section, TextTable
 from ..system.arguments import checked
 
@@ -138,7 +138,6 @@ def _accuracies(results: Results) -> dict[str, str]:
 
 
 def _speed_ups(results: Results) -> dict[str, str]:
-    """How many times as long a query takes without compression."""
     if (record := results.get("times")) is None:
         return {}
     cached, compressed = record.seconds.tolist()

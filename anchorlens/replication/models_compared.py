@@ -1,9 +1,7 @@
 """``across_models``: the claims of the paper in many models, a verdict for each model and claim.
 
-1. Check all that needs no weights: names, options, the examples of the task, the folder.
-2. Load a model, make its prompts with its own tokenizer, and run ``analyse`` in its own folder.
-3. Keep the claims; if it failed, the reason, and the claims of what was computed before.
-4. Free the model, and go on with the next.
+All that needs no weights is checked first. Then each model is loaded, runs ``analyse`` on prompts
+of its own tokenizer, and is freed; of one that fails the reason is kept, and what came before.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -33,10 +31,9 @@ from ..report.claims import LIMITS, NEEDED, SIGNS, Claim, Verdict, claims
 from ..results import figures
 from ..results.answer import Answer, cannot_tell, listed, speaks_of
 from ..results.estimate import Estimate
-from ..results.html_tables import note, titled
 from ..results.population import check_resamples
 from ..results.record import Record
-from ..results.text_frame import TextFrame
+from ..results.text_frame import TextFrame, note, titled
 from ..results.text_tables import Section
 from ..runs.identity import versions
 from ..runs.several_models import MakePrompts, folder_of, maker_of_prompts, outcome_of, sources_of
@@ -224,25 +221,16 @@ def across_models(
 
     Args:
         models: Names on the hub, folders or ``.gguf`` files, one or a list; or a mapping by names
-            of your own, whose values may also be hooked models, which stay in memory, and functions
-            without arguments that load one.
+            of your own to these, hooked models (which stay in memory) or functions that load one.
         task: As in ``sample_prompts``; or a function of the tokenizer that makes the prompts.
-        revisions: Branches, tags or commits on the hub, such as checkpoints of a training: each
-            model is analysed at each of them.
-        device: As in ``load_model``, for models that are given by name.
+        revisions: Branches, tags or commits on the hub, at each of which each model is analysed.
         keep: Called with the claims of all models so far after each model, in the main process.
-        folder: Stores what each batch of each model contributed; after an interruption, or with
-            more models, the same call goes on from there. Models are loaded again, to compare them.
-            What is stored of another run is not used: the row of its model fails, with the reason.
-        progress: Show progress bars, and the time that all models take.
-
-    Returns:
-        The claims of each model, in the order of ``models``.
+        folder: Stores what each batch contributed; after an interruption, or with more models, the
+            same call goes on from there. A row fails if another run of its model is stored.
 
     Raises:
-        ModelError: Before any weights are loaded: there is no model, one comes twice, one is on
-            this machine and has no revisions, or the device does not exist.
-        AnchorlensError: Before any weights are loaded: another argument is wrong.
+        ModelError: There is no model, one comes twice, one on this machine has revisions, or the
+            device does not exist: before any weights are loaded, as for other wrong arguments.
 
     Examples:
         >>> few = {"queries": 12, "depth": 1, "draws": 2, "progress": False}

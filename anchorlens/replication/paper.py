@@ -43,8 +43,7 @@ from ..questions.context_comparison import ContextComparison
 from ..questions.edge_sweep import EdgeSweep
 from ..questions.sites import first_and_last
 from ..results.population import check_resamples
-from ..results.record import Record
-from ..results.results import Results
+from ..results.record import Record, Results
 from ..runs.run import run
 from ..runs.study import Study, checked_batches
 from ..system.arguments import check_counts, checked
@@ -85,6 +84,8 @@ def paper(
 ) -> dict[str, Results]:
     """The paper's figures and tables for a model, as records of each task over all seeds.
 
+    Arguments that are not listed are those of ``analyse``.
+
     - ``figures``: the records of ``analyse`` (Figures 3 to 5) and ``diagnosis`` (Figure 6);
     - ``table 1``: ``accuracies`` with one demonstration a class ("vanilla"), with the training
       examples as further ones, as many of each class as fit ("more shots"), with label words
@@ -99,20 +100,13 @@ def paper(
 
     Args:
         model: A hooked model; its attention hooks are verified at first use.
-        examples: For each task, by name, the examples for demonstrations and training, and those
-            for queries. They may be the same list.
+        examples: By task the list for demonstrations and training, and for queries (or the same).
         tasks: Tasks of your own by these names; other names are in ``TASKS``.
         queries: Queries of each task and seed.
         seeds: Each draws demonstrations, 4 training examples a class, and queries.
         parts: What to compute, of the names above; by default all but the appendix.
-        depth: As in ``analyse``.
-        draws: Random controls of each isolation.
-        random_weights: As in ``analyse``.
-        resamples: Bootstrap resamples for the 95 % intervals; 0 for none.
-        keep: Called with the task, the name and the record after each part, in the main process.
-        folder: Where what each batch contributed is stored, and the state of trainings; after an
-            interruption the same call goes on from there.
-        progress: Show a progress bar.
+        keep: Called with task, name and record after each part, in the main process.
+        folder: Stores contributions and trainings; after an interruption the same call goes on.
 
     Returns:
         The records of each task by name. ``paper_tables`` shows them beside the paper's numbers,
@@ -123,8 +117,7 @@ def paper(
             have other classes, or seeds are equal.
         HookError: The model has fewer layers than ``depth``.
         StoreError: ``folder`` holds another run, or files cannot be written there.
-        RunError: A part has no result: prompts with more shots may be too long, for example. It is
-            raised after all others were computed, which are in its ``results``.
+        RunError: A part has no result. It is raised after all others, which are its ``results``.
 
     Examples:
         >>> examples = al.load_examples("questions", "train"), al.load_examples("questions", "test")
@@ -137,10 +130,9 @@ def paper(
     check_counts(HookError, depth=depth, draws=draws)
     check_resamples(resamples)
     first_and_last(model, [depth_of(depth, len(attention_layers(model)))])
-    if not parts or len(set(parts)) < len(parts) or not set(parts) <= {*MAIN, *APPENDIX}:
-        raise DataError(
-            f"parts are different ones of {', '.join((*MAIN, *APPENDIX))}; got {list(parts)}"
-        )
+    known = (*MAIN, *APPENDIX)
+    if not parts or len(set(parts)) < len(parts) or not set(parts) <= {*known}:
+        raise DataError(f"parts are different ones of {', '.join(known)}; got {list(parts)}")
     drawn = drawn_of(examples, tasks, queries, seeds)
     steps = [*product(drawn, parts)]
     costs = {"figures": 130, "table 1": 250, "table 2": 170, "table 3": 120}  # passes
@@ -381,6 +373,4 @@ def _more_shots(model: HookedModel, drawn: DrawnTask) -> list[PromptBatch]:
         except PromptError:  # too long for the tokenizer, or for the model
             continue
         return batches
-    raise DataError(
-        f"not even two demonstrations a class fit the model's context of {model.cfg.n_ctx}"
-    )
+    raise DataError(f"not even two demonstrations a class fit the context of {model.cfg.n_ctx}")

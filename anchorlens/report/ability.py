@@ -78,7 +78,4 @@ def reason_against_ability(records: Iterable[Record]) -> str:
     """Why the numbers say nothing of how the model answers; "" if it does the task."""
     if ability := ability_of(records):
         return ability.why_unclear()
-    return (
-        "whether the model does the task is not known: run Accuracy, or AnchorDistances, which "
-        "also gives the accuracy"
-    )
+    return "whether the model does the task is not known: run Accuracy, or AnchorDistances"

@@ -39,9 +39,7 @@ def _on_claims(records: Collection[Record], judged: Sequence[Claim]) -> tuple[st
     if reason := reason_against_ability(records):
         return cannot_tell(reason), NO_NUMBER
     # Cutting comes before reading: it shows what the answer needs, and not only where it looks.
-    measured = [
-        claim for claim in reversed(judged) if claim.clause and not isnan(claim.estimate.value)
-    ]
+    measured = [each for each in reversed(judged) if each.clause and not isnan(each.estimate.value)]
     if not measured:
         return "", NO_NUMBER
     first, *others = measured

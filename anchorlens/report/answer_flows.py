@@ -18,8 +18,7 @@ from ..prompts.segment_names import PADDING, of_task
 from ..system.arguments import checked
 from .flow_page import FlowPage, rounded
 
-# Tokens that are stored for each step and layer, and altogether, so that the page of a long answer
-# opens quickly.
+# Tokens stored for each step and layer, and altogether: pages of long answers open quickly.
 STRONGEST_READS, STORED = 120, 60_000
 LONGEST_HEADING = 80  # characters of an answer that a heading has
 
@@ -42,7 +41,6 @@ class AnswerFlows(FlowPage):
     Attributes:
         tokens: Text of each token.
         segments: Segment of each token, an index into ``names``.
-        names: Names of the segments.
         positions: Position of the token of each step.
         losses: Loss of each step, in nats.
         layers: What each step reads: in all layers together, then in each layer.
@@ -96,10 +94,6 @@ def plot_answer(flows: StepFlowsRecord) -> AnswerFlows:
 
     Args:
         flows: What ``step_flows`` returns, or ``trace_generation(...).flows``.
-
-    Returns:
-        The flows, which a notebook shows, ``save`` writes into an HTML file, and ``write_report``
-        puts into a report.
 
     Raises:
         MetricError: ``flows`` holds no texts of tokens, or numbers that are not finite.

@@ -20,8 +20,8 @@ from ..questions.edge_sweep import EdgeSweepRecord
 from ..results.answer import scope_in
 from ..results.depth import with_pattern
 from ..results.estimate import Estimate, in_digits
-from ..results.html_tables import table
 from ..results.record import Record
+from ..results.text_frame import table
 from ..system.arguments import checked
 from ..system.rounding import rounding_of
 from .ability import reason_against_ability
@@ -43,22 +43,19 @@ CERTAIN = 0.05  # a p-value below it decides
 
 HOW_VERDICTS_ARE_REACHED = (
     "A claim agrees if the whole 95 % interval of its number is above a limit, and does not agree "
-    "if the whole interval is below it. The limit is the number that speaks neither for nor "
-    f"against the claim: 0 for a difference, {CHANCE:g} for an AUCROC, "
-    f"{SHARE_LIMIT:g} for a change of a share, {RATIO_LIMIT:g} for S_pq / S_tq and {AS_OTHERS:g} "
-    "for a flow over S_ww. With "
-    "one set of demonstrations the interval is over queries, and does not speak of other sets. "
-    "With several sets, each of at least ten queries, it is over sets. The claim about key "
-    "distances is about classes, of which more queries do not give more: there a permutation test "
-    f"over classes decides, with p below {CERTAIN:g}. In the claim about isolation, label words "
-    "must differ from random words by more than one draw of random words differs from another, and "
-    "where prompts begin with a BOS they must do so while the edges to it stay. A flow or an "
-    "AUCROC that a model of the same architecture with random weights reaches too says nothing; "
-    "flows over S_ww also say nothing if no such model was run, or if one reaches their interval. "
-    "In all other cases one cannot tell. One also cannot tell if the model does not do the task, "
-    "that is, if its accuracy is not clearly above that of naming the commonest class: then there "
-    "is no answer to explain, and even the numbers of a model with random weights can be far from "
-    "chance."
+    "if the whole interval is below it. The limit speaks neither for nor against the claim: 0 for "
+    f"a difference, {CHANCE:g} for an AUCROC, {SHARE_LIMIT:g} for a change of a share, "
+    f"{RATIO_LIMIT:g} for S_pq / S_tq and {AS_OTHERS:g} for a flow over S_ww. With one set of "
+    "demonstrations the interval is over queries, and does not speak of other sets; with several, "
+    "each of at least ten queries, it is over sets. The claim about key distances is about "
+    "classes, of which more queries do not give more: there a permutation test over classes "
+    f"decides, with p below {CERTAIN:g}. Isolated label words must differ from random words by "
+    "more than one draw of these from another, with the edges to a BOS left. A flow or an AUCROC "
+    "that a model of the same architecture with random weights reaches too says nothing; flows "
+    "over S_ww also say nothing if no such model was run, or if one reaches their interval. In all "
+    "other cases one cannot tell, and neither if the accuracy is not clearly above that of naming "
+    "the commonest class: then there is no answer to explain, and even the numbers of a model with "
+    "random weights can be far from chance."
 )
 
 
@@ -160,18 +157,15 @@ def claims(results: Mapping[str, Any]) -> Claims:
     """Compare the numbers of a model with the claims of the paper.
 
     A claim *agrees* if the whole 95 % interval of its number is above a limit, and *does not agree*
-    if the whole interval is below it. In every other case one *cannot tell*: the interval includes
-    the limit, or there is no number or no interval. If the number is the limit, at most 5 of 100
-    verdicts agree and at most 5 do not.
+    if the whole interval is below it; in every other case one *cannot tell*. If the number is the
+    limit, at most 5 of 100 verdicts agree and at most 5 do not.
 
     The interval is over sets of demonstrations where the run has several of at least ten queries,
-    else over queries, and ``scope`` says so. The claim about key distances is about classes, and
-    the permutation test of ``diagnose`` decides. In the claim about isolation the label words must
-    differ from random words by more than one draw of random words from another; where prompts begin
-    with a BOS, only a run in which the edges to it stay decides. One cannot tell from a flow or an
-    AUCROC that ``analyse`` also found in a model of random weights, nor from any number if the
-    model does not do the task: if the 95 % interval of its accuracy is not above the share of the
-    commonest class (docs/definitions.md, "Claims and verdicts").
+    else over queries, and ``scope`` says so. Of key distances the permutation test of ``diagnose``
+    decides. Isolated label words must differ from random words by more than one draw of these from
+    another, with edges to a BOS left. One cannot tell from a flow or an AUCROC that a model of
+    random weights has too, nor from any number if the interval of the accuracy is not above the
+    share of the commonest class (docs/definitions.md, "Claims and verdicts").
 
     Args:
         results: Records of one task by name, as ``al.run`` returns them; also mappings of records.
@@ -268,11 +262,7 @@ def scope_of(record: Record) -> str:
 
 
 def first_layers_isolations(records: Iterable[Record]) -> list[Isolation]:
-    """The isolations of the first layers in all heads, the one that counts first.
-
-    Shallow ones come first, and of these such with edges to BOS left: cutting these alone may do
-    much of the damage.
-    """
+    """Isolations of the first layers in all heads: shallow ones, and with edges to BOS, first."""
     sites = [
         Isolation(record, site)
         for record in records
@@ -297,8 +287,7 @@ def _claim(
 ) -> Claim:
     """A claim, judged by the interval of its number and by the numbers of random weights.
 
-    ``no_number`` says why there is none. With ``often_random``, for numbers that random weights
-    often give, the whole interval must be above theirs, and without such models none agrees.
+    With ``often_random`` the whole interval must be above those, and without them none agrees.
     """
     verdict, limit = Verdict.CANNOT_TELL, LIMITS[statement]
     # A number that is the limit but for its rounding is neither above nor below it.
@@ -440,10 +429,9 @@ def _of_random_models(record: Record, name: str, *index: int) -> list[float]:
 def _as_one_more_draw(number: Estimate, isolation: Isolation) -> tuple[Estimate, str]:
     """The gap with an interval that also holds if the label words are one more random draw.
 
-    After one set of demonstrations the label words are one group of words, and a single draw of
-    random words differs from the mean of the draws, too: by as much as the draws differ. Draws of n
-    of N words share some, and have 1 - n/N of the variance of groups that share none; the mean of
-    all N has n/N of it. N words tell as much of this variance as N draws.
+    After one set of demonstrations a single draw differs from the mean of the draws, too, by as
+    much as the draws differ. Draws of n of N words share some, and have 1 - n/N of the variance of
+    groups that share none; the mean of all N has n/N of it. N words tell as much as N draws.
     """
     record, none = isolation.record, replace(number, low=nan, high=nan)
     fields = ("random_kl", "random_label_kept", "random_word_overlap")
@@ -513,26 +501,24 @@ def _without_correlation(record: AnchorDistancesRecord) -> str:
 
 def judge_distances(record: AnchorDistancesRecord) -> tuple[Verdict, str]:
     """The verdict on key distances by the permutation test of ``diagnose``, and its reason."""
-    layer = int(record.default_layer)
-    orders = class_orders(len(record.pair_auc))
+    layer, count = int(record.default_layer), len(record.pair_auc)
+    orders = class_orders(count)
     one = record.anchor_distance[layer : layer + 1]
     _, above, below = (float(each) for each in permutation_test(one, record.pair_auc, orders))
     number, position = float(record.correlation[layer]), float(record.position_correlation[layer])
+    reason = f"p = {min(above, below):.2g}"
     if 1 / len(orders) >= CERTAIN:
         return Verdict.CANNOT_TELL, (
-            f"{len(record.pair_auc)} classes have only {len(orders)} orders, so that no p-value "
-            f"can be below {CERTAIN:g}: use a task with more classes"
+            f"{count} classes have only {len(orders)} orders, so that no p-value can be below "
+            f"{CERTAIN:g}: use a task with more classes"
         )
     if min(above, below) >= CERTAIN:
-        return Verdict.CANNOT_TELL, (
-            f"p = {min(above, below):.2g}: keys that are assigned to the "
-            f"{len(record.pair_auc)} classes at random often correlate as much"
-        )
+        others = f"keys that are assigned to the {count} classes at random often correlate as much"
+        return Verdict.CANNOT_TELL, f"{reason}: {others}"
     if abs(number) <= abs(position):
         return Verdict.CANNOT_TELL, (
-            f"p = {min(above, below):.2g}, but the distance of keys goes with the distance of "
-            f"their positions ({in_digits(position)}) as much, which may be why: use several "
-            "orders of the demonstrations"
+            f"{reason}, but the distance of keys goes with the distance of their positions "
+            f"({in_digits(position)}) as much, which may be why: use other orders of demonstrations"
         )
     verdict = Verdict.AGREES if above < CERTAIN else Verdict.DOES_NOT_AGREE
-    return verdict, f"p = {min(above, below):.2g} in a permutation test over the classes"
+    return verdict, f"{reason} in a permutation test over the classes"

@@ -14,11 +14,7 @@ class Contents(NamedTuple):
 
 
 def contents_of(results: Mapping[str, Any]) -> Contents:
-    """The records and prompts of a task; those of a sweep, a mapping among them, come in its place.
-
-    Raises:
-        AnchorlensError: A value is no record, prompt or mapping of these, or two have one name.
-    """
+    """The records and prompts of a task; those of a mapping among them come in its place."""
     contents = Contents({}, {})
     for name, value in _items_in(results):
         if name in contents.records or name in contents.prompts:

@@ -83,11 +83,7 @@ class FlowPage:
         return text
 
     def save(self, path: str | Path) -> Path:
-        """Write the page into a file and return its path.
-
-        Raises:
-            StoreError: The file cannot be written.
-        """
+        """Write the page into a file and return its path; a StoreError if it cannot be written."""
         path = Path(path)
         write_text(path, self.page())
         return path

@@ -32,9 +32,8 @@ def forest(claims: Sequence[Claim], note: str = "") -> Markup:
         top += TITLE * len(title)
         parts += _rows_of_claim(claim, top)
         top += LINE * (1 + len(claim.controls)) + GAP
-    alternative = " ".join(
-        f"{claim.statement} {claim.estimate}, {claim.verdict}." for claim in claims
-    )
+    texts = (f"{claim.statement} {claim.estimate}, {claim.verdict}." for claim in claims)
+    alternative = " ".join(texts)
     return Markup(
         f'<svg class="forest" data-figure="claims" data-title="{escape(HEADING)}" '
         f'data-note="{escape(note)}" role="img" aria-label="{escape(alternative)}" '

@@ -135,28 +135,23 @@ def write_report(
     """Write results as one HTML page: the answer first, one prompt, figures, and all numbers.
 
     The page begins with a sentence that answers, the pictures of single prompts, those with right
-    answers first, and the claims of the paper (``claims``), drawn with their intervals, limits and
-    controls. Each figure can be saved as SVG or PNG. The page needs no other file and no
-    network. Numbers of single prompts and of single tokens are not shown; saved results hold them.
+    answers first, and the claims of the paper (``claims``). It needs no other file and no network,
+    and each figure can be saved as SVG or PNG. Numbers of single prompts and tokens are left out.
 
     Args:
         results: Records by heading, as ``al.run`` returns them; also what ``al.plot_prompt`` and
             ``al.plot_answer`` return. Several tasks are a mapping of such results by task.
-        path: The ``.html`` file to write.
-        title: Heading of the page.
         settings: Settings of the run, such as task and seeds; the records hold model and versions.
-        figures: Plotly figures by heading. A heading that names a record replaces the plot of that
-            record (None for no plot); any other becomes a section at the end, with the caption in
-            the figure's ``layout.meta["caption"]``, if it has one.
+        figures: Plotly figures by heading. One that names a record replaces its plot (None for no
+            plot); others are sections at the end, with the caption in ``layout.meta["caption"]``.
         summary: Plain text with further tables.
         command: The command that makes the page again.
         answers: What is said before the numbers of each task ("" for results without tasks), in
             place of what ``claims``, or ``answer`` of a record, says.
 
     Raises:
-        AnchorlensError: There is nothing to report; a result is no record, prompt or mapping of
-            these; two results of a task have one name; or a figure has a kind of trace that the
-            page does not draw.
+        AnchorlensError: There is nothing to report, a result is none of these, two of a task have
+            one name, or a figure has a kind of trace that the page does not draw.
 
     Examples:
         >>> results = al.run(model, batches, [al.SaliencyFlows()], progress=False)
@@ -223,11 +218,9 @@ def _with_terms(chapters: Sequence[_Chapter]) -> Iterator[_Chapter]:
         for section in chapter.sections:
             columns = section.table.columns if section.table is not None else ()
             text = " ".join([section.caption, section.title, section.figure, *columns])
-            found = [
-                term for term in TERMS if term not in known and re.search(rf"\b{term}\b", text)
-            ]
-            known.update(found)
-            caption = " ".join([section.caption, *map(TERMS.__getitem__, found)]).strip()
+            new = [term for term in TERMS if term not in known and re.search(rf"\b{term}\b", text)]
+            known.update(new)
+            caption = " ".join([section.caption, *map(TERMS.__getitem__, new)]).strip()
             sections.append(replace(section, caption=caption))
         yield replace(chapter, sections=sections)
 
@@ -302,10 +295,7 @@ def _short(text: str) -> str:
 
 
 def _choices(flows: Mapping[str, PromptFlows]) -> dict[str, str]:
-    """The words by which a prompt is chosen: whether the answer is right, and the query.
-
-    What the model got right comes first, and words with which all queries begin are left out.
-    """
+    """The words by which a prompt is chosen, right answers first, without those that all share."""
     queries = [page.query.split() for page in flows.values()]
     # The template of the task is the same in all of them.
     begin, end = _same(queries), _same([query[::-1] for query in queries])
@@ -403,7 +393,6 @@ def _common_info(records: Sequence[Record]) -> dict[str, Any]:
 
 
 def _subtitle(known: Mapping[str, Any], tasks: Sequence[str]) -> str:
-    """Model, tasks and date."""
     today = date.today()
     given = next(filter(None, map(known.get, ("tasks", "task", "data"))), None)
     named = tasks or [Path(name).stem for name in _items(given)]

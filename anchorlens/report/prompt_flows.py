@@ -1,10 +1,9 @@
 """The flows of one prompt, as a page in which layers, heads and tokens can be chosen.
 
-1. Divide the prompt into parts: label words, the target, and what stands between these; without
-   label words what is in one segment.
-2. Sum the saliency of all pairs of tokens, parts by parts, in every layer and head.
-3. Store the largest sums, which are drawn as arcs, and the strongest flows between two tokens.
-4. Sum the saliency of each pair of tokens over shallow and over deep layers, for ``figure``.
+A prompt has parts: label words, the target, and what stands between these; without label words what
+is in one segment. Saliency is summed over pairs of tokens, parts by parts, in every layer and head:
+the largest sums are arcs. The strongest flows between two tokens are stored, and for ``figure`` all
+of them, summed over shallow and over deep layers.
 """
 
 from collections.abc import Sequence
@@ -39,8 +38,7 @@ from ..system.devices import in_float64
 from .flow_columns import flow_columns
 from .flow_page import FlowPage, packed
 
-# So many are stored at most, so that a page opens quickly: flows between tokens, arcs of a layer,
-# and arcs of single heads altogether.
+# At most, so that a page opens quickly: flows between tokens, arcs of a layer, and of single heads.
 STRONGEST, ARCS, ARCS_OF_HEADS = 60, 400, 2400
 MOST_TOKENS = 512  # of ``figure``, whose lines are as many as pairs of tokens
 MOST_SUMS = 20_000_000  # of all layers and heads, in memory; of longer prompts no head is summed
@@ -71,12 +69,9 @@ class PromptFlows(FlowPage):
     Attributes:
         tokens: Text of each token.
         segments: Segment of each token, an index into ``names``.
-        names: Names of the segments.
-        parts: First and last token, kind and text of each part of the prompt: a label word, the
-            target, images, or what stands between two of these; without label words, tokens of one
-            segment.
-        layers: The arcs between parts in each layer: of all heads together, then of each head.
-            Layers without attention, which some models have, are left out.
+        parts: First and last token, kind and text of each part: a label word, the target, images,
+            or what is between two of these; without label words, tokens of one segment.
+        layers: Arcs between parts in each layer with attention: of all heads, then of each head.
         strongest: The strongest flows between two tokens in each layer, of all heads together.
         start: The layer that is shown first: that with the most flow from label words to the
             target; without label words with the most flow between parts.
@@ -107,11 +102,10 @@ class PromptFlows(FlowPage):
     def figure(self) -> go.Figure:
         """Figure 1 of the paper: all flows of shallow and of deep layers, as lines between tokens.
 
-        A line goes from a token on the right to a later one on the left. It is as dark and wide as
-        the saliency of this pair, summed over the layers of its panel: all lines have one scale.
-        Label words, lines from or to them and the target have colours. Flows from BOS are left out,
-        and the title has their share: they are often larger than all others, and the paper's
-        prompts have no BOS.
+        A line goes from a token on the right to a later one on the left, as dark and wide as the
+        saliency of this pair, summed over the layers of its panel, on one scale. Label words, lines
+        from or to them and the target have colours. Flows from BOS, often larger than all others,
+        are left out (the paper's prompts have none), and the title has their share.
 
         Raises:
             AnchorlensError: The prompt has more than 512 tokens.
@@ -148,11 +142,9 @@ class PromptFlows(FlowPage):
         carries on without attention has no link.
 
         Examples:
-            >>> import json
             >>> graph = al.plot_prompt(model, batch).graph()
             >>> sorted(graph)
             ['links', 'metadata', 'nodes', 'qParams']
-            >>> written = (folder / "graph.json").write_text(json.dumps(graph))
         """
         numbers = [*self.numbers] or [*range(len(self.layers))]
         targets = [last for _, last, kind, _ in self.parts if kind == TARGET]
@@ -234,21 +226,15 @@ def plot_prompt(
     The flow from a key to a later query is its saliency, ``I_l = | sum_h A_hl * dL/dA_hl |``
     (equation 1), or ``| A_hl * dL/dA_hl |`` for a single head. An arc is the sum of the flows from
     all tokens of a part to all of a later part: parts with more tokens have more pairs, where
-    ``SaliencyFlows`` has means. All layers have one scale. The page begins with the layer that has
-    the most flow from label words to the target, and lights the arcs of a token that is pointed at.
+    ``SaliencyFlows`` has means. All layers have one scale.
 
     Args:
         model: A hooked model; its attention hooks are verified at first use.
         batch: A batch of prompts with true labels. Prompts without label words need another loss,
             such as ``al.losses.span_cross_entropy("answer")``, and their parts are segments.
-        prompt: Number of the prompt in the batch.
         tokenizer: The tokenizer with which the prompts were built; by default the model's.
         loss: Function of (logits, batch) that returns a number for each prompt.
         gradient_checkpointing: For long prompts; see ``run``.
-
-    Returns:
-        The flows, which a notebook shows, ``save`` writes into an HTML file, and ``write_report``
-        puts into a report.
 
     Raises:
         PromptError: There is no such prompt or no tokenizer, or the batch does not fit the model.
@@ -367,14 +353,7 @@ def _strongest(sums: Float[Tensor, "part part"], count: int) -> Strongest:
 
 @dataclass
 class StrongestFlows:
-    """The strongest flows from a token to a later one in the rows that were added.
-
-    Examples:
-        >>> found = StrongestFlows(count=1)
-        >>> found.add(1, 0, torch.tensor([[3.0, 9.0, 0.0], [0.0, 1.0, 9.0]]))
-        >>> found.strongest()
-        Strongest(keys=[0], queries=[1], sizes=[3.0], share=0.75)
-    """
+    """The strongest flows from a token to a later one in the rows that were added."""
 
     count: int  # how many are looked for
     queries: Tensor = field(default_factory=lambda: torch.zeros(0, dtype=torch.long, device="cpu"))

@@ -48,7 +48,6 @@ class Answer:
 
 
 def cannot_tell(reason: str) -> str:
-    """The sentence where nothing can be told."""
     return f"This cannot be told: {reason}."
 
 

@@ -1,10 +1,7 @@
 """The result of all contributions, with its 95 % intervals.
 
-1. Draw prompts with replacement, as the population says, and compute the result of each resample.
-2. The kind of each field makes its interval from the value and its resamples (``kind.py``).
-3. Where sets of demonstrations are given, some intervals follow from those of the sets, and the
-   numbers of the sets are stored for verdicts over sets.
-4. Means over random draws get wider intervals, by what other draws would change.
+Results of resampled prompts (``population.py``) give the interval of each field, as its kind says
+(``kind.py``). Where sets of demonstrations are given, some intervals follow from those of the sets.
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -44,11 +41,9 @@ def with_intervals(
     If each set of demonstrations has at least ``MANY_PROMPTS`` prompts the sets are given: prompts
     are drawn with replacement within their set. Otherwise the sets are pooled, and whole sets are
     drawn if there are at least ``MANY_SETS``, else prompts. Prompts of a set with the same number
-    in ``texts`` repeat one another, and are one case.
-
-    Which interval a field has, its kind says; a field without a kind has expanded percentiles. An
-    interval is NaN if no resample has a number; for a single unit in all but shares, differences of
-    shares and means between two ends; and for a mean over a single random draw.
+    in ``texts`` are one case. A field without a kind has expanded percentiles. NaN if no resample
+    has a number; for a single unit in all but shares, differences of shares and means between two
+    ends; and for a mean over a single random draw.
     """
     demonstrations = Contributions(contributions, sets).sets
     population = population_of(demonstrations, texts)
@@ -146,8 +141,7 @@ def _of_prompts(
 ) -> Iterator[tuple[Any, Drawn]]:
     """Which numbers have which prompts, and these numbers as they are drawn from those.
 
-    Prompts that do not tell a number (NaN) are not in its population: they may be many in one set
-    and few in another, and the set that tells least decides.
+    Prompts that do not tell a number (NaN) are not in its population; few may be left in a set.
     """
     if of_prompts is None or not of_prompts.isnan().any():
         yield ..., drawn

@@ -24,8 +24,7 @@ class Contributions(Mapping[str, Tensor]):
 
     Args:
         tensors: Tensor["prompt ..."] by name.
-        sets: The number of the set of each prompt over which a result is averaged; by default all
-            prompts are of one set, as they are where small sets are pooled.
+        sets: The number of the set of each prompt over which a result is averaged; by default one.
         demonstrations: The number of the demonstrations of each prompt; by default as ``sets``.
 
     Examples:
@@ -93,10 +92,7 @@ class Contributions(Mapping[str, Tensor]):
 
     @checked
     def once(self, function: Callable[["Contributions"], _T]) -> _T:
-        """What a function makes of these contributions; it is called the first time only.
-
-        For fields of a record that follow from the same work.
-        """
+        """What a function makes of these contributions; it is called the first time only."""
         if function not in self._made:
             self._made[function] = function(self)
         return self._made[function]
@@ -105,8 +101,7 @@ class Contributions(Mapping[str, Tensor]):
     def of_each(self, function: Callable[["Contributions"], Tensor]) -> Tensor:
         """What a function makes of each prompt, [prompt, ...]; of resamples it is chosen from that.
 
-        So the function is called once for all prompts, and what it makes of a prompt must not
-        depend on the others.
+        It is called once for all prompts, so that one prompt must not depend on the others.
 
         Raises:
             MetricError: It gives no tensor with an entry for each prompt.
@@ -124,10 +119,7 @@ class Contributions(Mapping[str, Tensor]):
     def with_each(
         self, function: Callable[["Contributions"], Mapping[str, Tensor]]
     ) -> "Contributions":
-        """These and what a function makes of each prompt, by name; of resamples it is chosen.
-
-        As for ``of_each``, the function is called once for all prompts.
-        """
+        """These and what a function, called as in ``of_each``, makes of each prompt, by name."""
         whole, chosen = (self, None) if self._of is None else self._of
         key = "with each prompt", function
         if key not in whole._made:

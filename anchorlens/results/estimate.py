@@ -30,8 +30,7 @@ def in_digits(of: SupportsFloat, sign: str = "") -> str:
 class Estimate:
     """A number with its 95 % interval, as ``Record.estimate`` gives it.
 
-    The interval holds the number: an end that would not is the number.
-    Its text has both, with signs if it is a difference.
+    An interval holds its number, and the text has both, with signs if it is a difference.
 
     Examples:
         >>> from anchorlens.results.estimate import Estimate

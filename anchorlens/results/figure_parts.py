@@ -35,8 +35,7 @@ def with_ends(
 ) -> dict[str, Any]:
     """``values``, ``low`` and ``high`` of fields, for a figure (None without intervals).
 
-    Fields are stacked along a first axis; a number for all entries of an axis may be among them.
-    ``shaped`` makes of them the shape that the figure needs.
+    Fields are stacked along a first axis, and ``shaped`` gives them the shape of the figure.
     """
 
     def stacked(numbers: Sequence[Tensor]) -> Tensor:
@@ -63,12 +62,10 @@ def thinned(names: Sequence[str], most: int) -> list[str]:
 
 
 def visible(texts: Sequence[str]) -> list[str]:
-    """The texts of tokens with visible spaces."""
     return [text.translate(VISIBLE) for text in texts]
 
 
 def color_bar(title: str) -> dict[str, Any]:
-    """The narrow bar of a heat map, with its title along it."""
     return {"title": {"text": literal(title), "side": "right"}, "thickness": 12}
 
 

@@ -1,11 +1,10 @@
 """Draws tensors as plotly figures: lines over layers or steps, bars, points, heat maps, directions.
 
-Each function returns a new `plotly.graph_objects.Figure`. It does not show or save it, and does not
-change its tensors. `title` is the text over a figure, `x_title` and `y_title` stand along its axes,
-and `low` and `high` are the ends of intervals around the values: give both or neither. Texts are
-shown literally: plotly would otherwise read `<b>` as markup and `$x$` as TeX. NaN values leave
-gaps, and layers without any number are shaded. Figures have a height in pixels and fill the width
-of the page. An `AnchorlensError` says which shapes, counts or names do not fit.
+Each function returns a new `plotly.graph_objects.Figure` and does not change its tensors. `title`
+is the text over a figure, `x_title` and `y_title` stand along its axes, and `low` and `high` are
+the ends of intervals: give both or neither. Texts are shown literally, not as markup or TeX. NaN
+values leave gaps, and layers without any number are shaded. Figures have a height in pixels and
+fill the page. An `AnchorlensError` says which shapes, counts or names do not fit.
 """
 
 from collections.abc import Collection, Mapping, Sequence
@@ -70,12 +69,9 @@ def lines_by_layer(
         names: a name for each series, for the legend.
         dashed: names of the series to draw dashed, such as baselines.
         reference: height of a dotted horizontal line, such as chance.
-        random: the same numbers of models with random weights; for each series a hatched band from
-            the smallest draw to the largest.
+        random: the same of models with random weights, of which a hatched band shows the range.
         random_names: short names of the series in the legend of these bands; by default `names`.
-        colors: the colours of the series, in turn.
         log: whether the y axis is logarithmic.
-        height: in pixels.
 
     Examples:
         >>> auc = torch.tensor([[0.5, 0.75], [0.5, 0.5]])
@@ -270,7 +266,6 @@ def forest(
         panels: a name over each panel.
         rows: a name for each row, from the top; of a long name the end is shown.
         kind_names: a name for each kind, for the legend.
-        colors: the colours of the kinds, in turn.
 
     Examples:
         >>> one, kinds = torch.ones(1, 1), torch.zeros(1, 1, dtype=torch.long)
@@ -348,8 +343,6 @@ def pairs(
     """Draw two numbers of each pair as a dot, where a table would have too many cells.
 
     Args:
-        x: the number along the x axis.
-        y: the number along the y axis.
         names: the name of each pair, which is shown under the pointer.
         named: so many of the lowest dots have their names beside them; of equal ones the first.
 
@@ -386,9 +379,8 @@ def sentence(text: str, *, title: str) -> go.Figure:
     figure = go.Figure(layout=layout(title, 140)).update_layout(meta={"sentence": text})
     figure.update_xaxes(visible=False).update_yaxes(visible=False)
     lines = "<br>".join(literal(line) for line in wrap(text, 100))
-    return figure.add_annotation(
-        text=lines, x=0, xref="paper", y=0.5, yref="paper", showarrow=False
-    )
+    at = {"x": 0, "xref": "paper", "y": 0.5, "yref": "paper"}
+    return figure.add_annotation(at, text=lines, showarrow=False)
 
 
 @checked
@@ -409,16 +401,11 @@ def heat_map(
 
     Args:
         values: a number for each cell; NaN leaves a gap.
-        rows: names of the rows, from the top; None counts them from 0. Of more than 40, some are
-            left out.
+        rows: names of the rows, from the top, of which 40 are shown; None counts them from 0.
         columns: the same of the columns.
         panels: a title for each table.
         bar_title: what the numbers are, for the colour bar.
-        row_title: what a row is, along the y axis.
-        column_title: what a column is, along the x axis.
-        limits: the numbers at the ends of the colours; by default the smallest and the largest,
-            where numbers on both sides of 0 have two colours.
-        with_numbers: whether each cell shows its number.
+        limits: numbers at the ends of the colours; by default the range, in two colours around 0.
 
     Examples:
         >>> confusion = torch.tensor([[[1.0, 0.5], [0.5, 1.0]]])
@@ -472,7 +459,6 @@ def by_head(
     """Draw a number of each head as a heat map, layers along the x axis.
 
     Args:
-        numbers: a number for each head.
         bar_title: what the numbers are, for the colour bar.
         limits: as of `heat_map`.
 
@@ -667,10 +653,7 @@ def _range_of_lines(
 
 
 def _ticks_of_logarithms(powers: float) -> dict[str, Any]:
-    """Plain numbers along a logarithmic axis of so many powers of 10.
-
-    By itself Plotly writes digits alone, "8" at 0.8, but whole numbers along a short axis.
-    """
+    """Plain numbers along a logarithmic axis of so many powers of 10: plotly writes "8" at 0.8."""
     ticks = [digit * 10.0**power for power in range(-6, 7) for digit in (1, 2, 5)]
     texts = [f"{tick:g}" for tick in ticks]
     return {"tickvals": ticks, "ticktext": texts} if powers > 0.8 else {}

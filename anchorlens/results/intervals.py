@@ -25,8 +25,7 @@ FEWEST_UNITS = 3  # units of which percentiles are taken
 def percentiles(value: Numbers, resampled: Resampled, population: Population) -> Ends:
     """Expanded percentiles; NaN of one or two units, which bound nothing.
 
-    Resamples reach no farther than the numbers themselves: where a few prompts of a set tell a
-    number, the interval reaches at least as far as Student's t, and a single one has none.
+    Resamples of a small set reach too near: there the interval reaches at least to Student's t.
     """
     if population.units < FEWEST_UNITS or not resampled.numel() or isnan(tail := population.tail):
         return torch.full((2, *value.shape), torch.nan, dtype=torch.double, device="cpu")
@@ -43,10 +42,9 @@ def of_share(
 ) -> Ends:
     """Wilson's interval of a share of cases; each case has that number of ``prompts``.
 
-    If each prompt is a case and is drawn by itself, the cases are independent: their number is that
-    of one set whose mean would be as certain. Otherwise cases share a prompt or a set: then the
-    interval uses the number of independent cases that would have the variance of the resamples, but
-    at least the number of cases that share no prompt.
+    Prompts that are drawn one by one are independent: their number is that of one set whose mean
+    would be as certain. Cases that share a prompt or a set count as the independent ones that would
+    have the variance of the resamples, but at least as those that share no prompt.
     """
     share, count, units = share.double(), len(population.unit), population.units
     if units < 2 or (prompts == 1 and units == count):
@@ -83,10 +81,9 @@ def of_difference(difference: Numbers, resampled: Resampled, population: Populat
 
 
 def of_mean_from_0(mean: Numbers, resampled: Resampled, population: Population) -> Ends:
-    """The interval of a mean of numbers from 0 up, symmetric in the logarithm.
+    """The interval ``mean * exp(+- t s / mean)`` of a mean of numbers from 0 up, which are skewed.
 
-    It is ``mean * exp(+- t s / mean)`` with the standard error s, because means of such numbers are
-    skewed. NaN where the mean is 0, and for a single unit.
+    s is the standard error. NaN where the mean is 0, and for a single unit.
     """
     mean, variance = mean.double(), variance_of(resampled) * population.inflation
     factor = (population.student * variance.sqrt() / mean).exp()
@@ -103,11 +100,10 @@ def of_mean_between(
 ) -> Ends:
     """The interval of a mean of numbers between two ends.
 
-    Such numbers may all be equal in a sample, and yet others occur. Scaled to 0 and 1, their
-    variance is at most ``m (1 - m)`` for the mean m. The variance counts as at least that of n + 1
-    units of which a single one varies so, where n units tell of the variance; of a difference a
-    quarter of it, because one of its two numbers varies. The interval is Wilson's, for as many
-    cases as a share m with this variance has, at least the number of units.
+    They may all be equal in a sample, and yet others occur: scaled to 0 and 1, their variance is at
+    most ``m (1 - m)`` for the mean m, and counts as at least that of n + 1 units of which one has
+    this variance, where n units tell of it; of a difference a quarter, because one of its two
+    numbers varies. The interval is Wilson's, for as many cases as give a share m this variance.
     """
     size, units = high - low, population.independent
     mean, variance = mean.double(), variance_of(resampled) * population.inflation
@@ -125,8 +121,8 @@ def of_mean_between(
 def of_ratio(ratio: Numbers, resampled: Resampled, population: Population) -> Ends:
     """The t interval of the logarithm of a ratio, because ratios are skewed.
 
-    Resamples keep the bias that was removed from the ratio: their relative error is of their mean.
-    NaN where the ratio or one of its resamples is not above 0, and for a single unit.
+    Resamples keep the bias that the ratio has not: their relative error is of their mean. NaN where
+    the ratio or a resample is not above 0, and for a single unit.
     """
     logarithms = resampled.double().log()
     variance = variance_of(logarithms) * population.inflation
@@ -141,9 +137,8 @@ def of_independent_sets(
 ) -> Ends:
     """Zou and Donner's interval (2008) of a mean of independent numbers, from their intervals.
 
-    On each side the squared distances from a value to its bound are added. So a small set whose
-    resamples are all equal counts with its own bounds, and not as if it were certain. Sets with
-    NaN are left out.
+    On each side the squared distances from a value to its bound are added, so that a small set with
+    equal resamples is not as if it were certain. Sets with NaN are left out.
     """
     count = (~values.isnan()).sum(0)
     below, above = (bounds - values[:, None]).square().nansum(0).sqrt() / count
@@ -165,13 +160,12 @@ def over_sets(values: np.ndarray, low: float | int, high: float | int) -> tuple[
 
 
 def over_sets_of_ratios(values: np.ndarray) -> tuple[float, float]:
-    """The interval of the mean over sets of a ratio, from the ratio of each set.
+    """The interval of the mean over sets of a ratio, from the ratio of each set, which is skewed.
 
-    Ratios are skewed. That of Zou, Huo and Taleb (2009) for lognormal numbers is made around the
-    mean: t for the mean of their logarithms, chi squared for their variance v, and the squared
-    distances from this mean and from v / 2 to their bounds are added on each side. With the squared
-    coefficient of variation c, v is log(1 + c); above it counts as c, which is more, for numbers
-    that are more skewed. NaN where the mean is not above 0.
+    That of Zou, Huo and Taleb (2009) for lognormal numbers, around the mean: squared distances to
+    the bounds of the mean of logarithms (t) and of half their variance v (chi squared) are added on
+    each side. With the squared coefficient of variation c, v is log(1 + c); above it counts as c,
+    for numbers that are more skewed. NaN where the mean is not above 0.
     """
     mean, freedom = float(values.mean()), len(values) - 1
     if not 0 < mean < inf:
@@ -198,10 +192,9 @@ def wider_by_draws(
 ) -> Ends:
     """The bounds, farther from the value by what another choice of random draws would change.
 
-    ``without`` has the value without each draw in turn (the jackknife), which for a mean over draws
-    gives the variance exactly. As in Zou and Donner's interval of a sum (2008), squared distances
-    are added on each side. The distance of the draws has the degrees of freedom of the sum of both
-    variances (Satterthwaite). NaN for a single draw.
+    ``without`` has the value without each draw (the jackknife, exact for a mean over draws).
+    Squared distances are added on each side, as in Zou and Donner (2008), with the degrees of
+    freedom of the sum of both variances (Satterthwaite). NaN for a single draw.
     """
     count = len(without)
     if count < 2:

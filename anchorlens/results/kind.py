@@ -1,8 +1,8 @@
 """What a field of a record is; ``kinds.py`` has the functions by which a record declares it.
 
-A kind says how the number of ONE set of demonstrations follows from what its prompts contribute
-(``of_set``); the mean over sets is taken in one place for all of them, ``Record.of``. It says which
-95 % interval belongs to such a number (``bounds``, ``over_sets``), and has its range and unit.
+A kind says how the number of ONE set follows from what its prompts contribute (``of_set``); the
+mean over sets is taken in ``Record.of``. It has the interval (``bounds``, ``over_sets``), range and
+unit.
 """
 
 import dataclasses
@@ -65,8 +65,7 @@ def of_each(of: Of, contributions: Contributions) -> Tensor:
 class OfMeans:
     """A function of means over the prompts of one set, such as their ratio, without its bias.
 
-    ``then`` keeps axes that stand before those of the means. Its values lose their bias, and then
-    ``after`` is called with them: a median over layers, say, which the jackknife does not suit.
+    ``after`` is called with values without bias: a median, which the jackknife does not suit.
     """
 
     of: Sequence[Of]
@@ -95,9 +94,9 @@ def without_bias(
     """A number of one set without its bias of first order in 1 / prompts (the jackknife).
 
     A ratio of two means of n prompts is too high in each set alike, and without one of them by
-    n / (n - 1) times as much. ``without_each`` makes of the unit of each prompt the numbers without
-    each unit, which is a prompt, or of pooled sets a set. The bias stays where there is no number
-    without some unit, and in resamples, in which prompts repeat: only their spread counts.
+    n / (n - 1) times as much. ``without_each`` makes of the unit of each prompt (itself, or of many
+    pooled sets its set) the numbers without each unit. The bias stays where some of these is no
+    number, and in resamples: only their spread counts.
     """
     if contributions.has_repeats:
         return value

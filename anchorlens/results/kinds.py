@@ -1,14 +1,13 @@
 """What the fields of a record are, declared where each is defined: ``al.kinds.share("right")``.
 
-What a field is made of (``of``) is the name of a contribution, or a function of the contributions
-to a tensor [prompt, ...], in which a prompt does not depend on the others. ``Record.of`` computes
-each field from each set of demonstrations and takes the mean over sets, and each field gets the
-95 % interval that its kind says. A field without a kind is given to ``Record.of``; its interval are
-percentiles of resamples.
+A field is made ``of`` the name of a contribution, or a function of the contributions to a tensor
+[prompt, ...], in which a prompt does not depend on the others. ``Record.of`` computes each field
+of each set of demonstrations and takes the mean over sets, with the 95 % interval of its kind. A
+field without a kind is given to ``Record.of``; its interval are percentiles of resamples.
 
-``low`` is the least number that there can be, ``high`` the greatest, and ``unit`` is as in "nats".
-With ``by_set`` the number of each given set of demonstrations is stored in ``info["of_sets"]``, and
-with ``pooled`` all prompts are one set.
+``low`` and ``high`` are the least and the greatest number that there can be, ``unit`` is as "nats".
+With ``by_set`` the number of each given set is stored in ``info["of_sets"]``, and with ``pooled``
+all prompts are one set.
 """
 
 from collections.abc import Callable
@@ -57,13 +56,6 @@ def over_draws(of: str | Callable[[Contributions], Tensor]) -> OverDraws:
 
     A field that is a mean of them is a mean over prompts of the mean over draws, and its interval
     is wider by what another choice of draws would change.
-
-    Args:
-        of: Name of the contribution, or a function of the contributions to such a tensor.
-
-    Examples:
-        >>> al.kinds.over_draws("random_kept").of
-        'random_kept'
     """
     return OverDraws(of)
 
@@ -84,10 +76,7 @@ def mean(
     logarithm; else percentiles.
 
     Args:
-        of: Name of a contribution [prompt, ...], ``over_draws(name)``, or a function of the
-            contributions of a set to such a tensor.
-        low: The least number that a prompt can have.
-        high: The greatest.
+        of: Name of a contribution [prompt, ...], ``over_draws(name)``, or a function to such.
         minus: What is subtracted, paired by prompt: another ``of``, or the number of the entry
             along the last axis that is subtracted from all. A prompt that lacks one of both numbers
             (NaN) does not count.
@@ -108,11 +97,7 @@ def mean(
 
 @checked
 def share(of: Of) -> Any:
-    """A share of prompts: the mean of numbers 0 and 1, with Wilson's interval.
-
-    Args:
-        of: As of ``mean``.
-    """
+    """A share of prompts: the mean of numbers 0 and 1 (as of ``mean``), with Wilson's interval."""
     return _field(Share(of=of))
 
 
@@ -121,9 +106,7 @@ def difference(of: Of, minus: Of | int, *, by_set: bool = False) -> Any:
     """A share of prompts minus another, paired by prompt, with the interval of Bonett and Price.
 
     Args:
-        of: As of ``mean``.
-        minus: The same of the other share; or the number of the entry along the last axis with
-            which all are compared.
+        minus: The other share, or the entry along the last axis with which all are compared.
     """
     return _field(Difference(of=of, minus=minus, by_set=by_set))
 
@@ -164,9 +147,7 @@ def statistic(
     Between two ends the interval is that of a mean of numbers between them.
 
     Args:
-        of: Function of the contributions of a set to the number.
-        of_sets: Where sets are given, the function from the values and bounds of the sets to the
-            bounds of their mean.
+        of_sets: From the values and bounds of given sets to the bounds of their mean.
     """
     options: dict[str, Any] = {"unit": unit, "by_set": by_set, "pooled": pooled}
     return _field(Statistic(of=of, low=low, high=high, of_sets=of_sets, **options))
@@ -185,7 +166,6 @@ def auc(
     The interval of the mean over given sets follows from the intervals of the sets.
 
     Args:
-        of: Function of the contributions of a set to the share.
         of_classes: The two prompts of a pair come from two given classes, along the last two axes.
     """
     of_sets = None if pooled else of_independent_sets
@@ -213,11 +193,7 @@ def derived(
 
 @checked
 def of_prompts(of: str | Callable[[Contributions], Tensor]) -> Any:
-    """A number of each prompt, without an interval: the prompts are the first axis.
-
-    Args:
-        of: Name of a contribution, or a function of all contributions.
-    """
+    """A number of each prompt, without an interval: the prompts are the first axis."""
     return _field(WithoutInterval(of=partial(values_of, of), pooled=True))
 
 

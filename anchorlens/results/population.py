@@ -36,28 +36,19 @@ class Population:
 
     @property
     def independent(self) -> float:
-        """Size of a single stratum whose mean has the same variance as the mean over the strata.
-
-        A mean over sets of 10 and 90 prompts is as certain as one over 36 prompts.
-        """
+        """Size of one stratum whose mean is as certain as that over strata: 36 for 10 and 90."""
         sizes = self._sizes()
         return len(sizes) ** 2 / float((1 / sizes).sum())
 
     @property
     def freedom(self) -> float:
-        """Degrees of freedom of the variance of a mean over the strata (Welch, Satterthwaite).
-
-        0 where a stratum has a single unit, so that nothing is known of its variance.
-        """
+        """Degrees of freedom (Welch, Satterthwaite); 0 where a stratum has a single unit."""
         sizes = self._sizes()
         return float((1 / sizes).sum() ** 2 / (1 / (sizes**2 * (sizes - 1))).sum())
 
     @property
     def of_variance(self) -> float:
-        """How many units would tell as much of the variance, in strata of one size.
-
-        The smallest sets decide: sets of 10 and 90 prompts tell as much as two of 7.
-        """
+        """Units in equal strata that tell as much of the variance: 13 for sets of 10 and 90."""
         return self.freedom + len(self.strata)
 
     @property
@@ -73,10 +64,10 @@ class Population:
 
     @property
     def tail(self) -> float:
-        """The share of resamples below a 95 % interval, which is also the share above it.
+        """The share of resamples below a 95 % interval, and above it.
 
-        Plain percentiles give too narrow intervals. The expanded percentile interval (Hesterberg
-        2015) uses the quantiles at which a normal distribution is cut at sqrt(n / (n - 1)) * t.
+        Plain percentiles give too narrow intervals. The expanded ones (Hesterberg 2015) are where a
+        normal distribution is cut at sqrt(n / (n - 1)) * t.
         """
         return float(ndtr(-sqrt(self.inflation) * self.student))
 
@@ -112,10 +103,7 @@ class Population:
 def population_of(
     sets: Int[Tensor, " prompt"], texts: Int[Tensor, " prompt"] | None = None
 ) -> Population:
-    """The population from which prompts with these sets of demonstrations are a sample.
-
-    Prompts of one set with the same number in ``texts`` repeat one another, and are drawn together.
-    """
+    """The population of prompts with these sets; equal ``texts`` of a set are drawn together."""
     each = range(len(sets)) if texts is None else texts.tolist()
     pairs = list(zip(sets.tolist(), each, strict=True))
     number = {pair: number for number, pair in enumerate(dict.fromkeys(pairs))}

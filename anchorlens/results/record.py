@@ -1,4 +1,4 @@
-"""The base record of every result: numbers with named axes, their intervals, saving, loading."""
+"""Records of results, one or several by name: numbers with named axes and their intervals."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
@@ -27,8 +27,8 @@ from ..system.texts import KeepsRepr, described
 from .answer import Answer
 from .contributions import Contributions
 from .estimate import Estimate, axes_in_short, values_in_short
-from .html_tables import folded, note, table, titled
 from .kind import Derived, Kind, Mean, kinds_of, mean_over_sets, number_of_draws
+from .text_frame import folded, note, table, titled
 
 _R = TypeVar("_R", bound="Record")
 _T = TypeVar("_T")
@@ -36,6 +36,7 @@ _BOUNDS = "intervals."  # before the name of a field, in a file
 # In ``info``: numbers of models of the same architecture with random weights, a list by field.
 RANDOM_MODELS = "of_random_models"
 _LINE, _NAME = 200, 80  # characters of a repr, and of the name of a model in it
+_MAIN_NUMBERS = 3  # of a record, in the table of several
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -43,11 +44,9 @@ class Record(KeepsRepr):
     """Numbers of one analysis. Tensor fields name their axes in their annotations.
 
     Attributes:
-        intervals: 95 % intervals over resampled prompts or sets of demonstrations, by the name of
-            the field: (low, high) as a first axis, then the axes of the field. NaN where there is
-            a single prompt or set.
-        info: Where the numbers come from: model, class names, number of prompts, versions, and
-            what was resampled for the intervals.
+        intervals: 95 % intervals over resampled prompts or sets, by the name of the field: (low,
+            high) as a first axis, then the axes of the field. NaN for a single prompt or set.
+        info: Where the numbers come from: model, prompts, versions, and what was resampled.
     """
 
     intervals: Mapping[str, Tensor] = field(default_factory=dict)
@@ -187,7 +186,6 @@ class Record(KeepsRepr):
         """A number of the record with its 95 % interval, whose text has both.
 
         Args:
-            name: The field.
             index: The position on each of its axes, a whole number.
 
         Raises:
@@ -242,9 +240,8 @@ class Record(KeepsRepr):
 
         Returns:
             One row for each number: ``quantity``, a column for each axis word (a second axis of
-            the same word is ``class_2``), ``value``, and ``low`` and ``high`` where there is an
-            interval. The same numbers of models with random weights, where ``analyse`` has drawn
-            them, are rows such as ``share of random weights``, with the number of the draw.
+            the same word is ``class_2``), ``value``, and ``low`` and ``high`` of the interval.
+            Numbers of models with random weights are rows such as ``share of random weights``.
         """
         frames = []
         for name, axes in self.axes().items():
@@ -273,9 +270,7 @@ class Record(KeepsRepr):
 
     def plot(self) -> go.Figure:
         """The record as a figure; every record of this package has one."""
-        raise MetricError(
-            f"{type(self).__name__} has no plot; define one in the class, or use to_frame()"
-        )
+        raise MetricError(f"{type(self).__name__} has no plot; define one, or use to_frame()")
 
     @checked
     def save(self, path: str | Path) -> Path:
@@ -284,8 +279,7 @@ class Record(KeepsRepr):
         Files of equal records are equal byte for byte, and hold a digest of their contents.
 
         Raises:
-            StoreError: Json cannot hold ``info``, a tensor does not fit the annotation of its
-                field, or the file cannot be written.
+            StoreError: ``info`` is no json, a tensor does not fit its field, or writing failed.
 
         Examples:
             >>> result = al.run(model, batches, [al.Accuracy()], progress=False)["accuracy"]
@@ -296,7 +290,7 @@ class Record(KeepsRepr):
         path = Path(path)
         if reason := self.misfit():
             raise StoreError(
-                f"{path} is not written, because this is no valid {type(self).__name__}: {reason}"
+                f"{path} is not written: this is no valid {type(self).__name__}: {reason}"
             )
         bounds = {f"{_BOUNDS}{name}": bound for name, bound in self.intervals.items()}
         header = {"record": type(self).__name__, "info": dict(self.info)}
@@ -402,9 +396,7 @@ def load_record(path: str | Path) -> Record:
         )
     if len(kinds) > 1:
         modules = ", ".join(sorted(module for module, _ in kinds))
-        raise StoreError(
-            f"{path} holds one of several classes {name}, in {modules}; use load of the right one"
-        )
+        raise StoreError(f"{path} holds one of several classes {name}, in {modules}; load by one")
     (kind,) = kinds.values()
     return kind._restored(path, header.get("info"), stored)
 
@@ -426,3 +418,55 @@ def meaning_of(kind: type[Record]) -> str:
 def has_plot(record: Record) -> bool:
     """Whether the class of a record defines a plot."""
     return type(record).plot is not Record.plot
+
+
+class Results(dict[str, Record]):
+    """Records by name, as ``al.run`` returns them: a dict that prints a line for each record.
+
+    Examples:
+        >>> results = al.run(model, batches, [al.Accuracy()], progress=False)
+        >>> results
+        Results of 1 record
+          accuracy: AccuracyRecord(accuracy ...; 14 prompts, ...)
+    """
+
+    def __missing__(self, name: object) -> Record:
+        raise KeyError(f"there is no result {name!r}; the results are {', '.join(self)}")
+
+    def to_frame(self) -> pd.DataFrame:
+        """All numbers as one long table: that of each record, after a column ``result``, its name.
+
+        Examples:
+            >>> results = al.run(model, batches, [al.Accuracy()], progress=False)
+            >>> list(results.to_frame().columns[:2])
+            ['result', 'quantity']
+        """
+        frames = [record.to_frame() for record in self.values()]
+        for name, frame in zip(self, frames, strict=True):
+            frame.insert(0, "result", name)
+        return pd.concat(frames or [pd.DataFrame(columns=["result"])], ignore_index=True)
+
+    def __repr__(self) -> str:
+        lines = [f"  {printable(name)}: {self[name]!r}" for name in self]
+        return "\n".join([self._heading(), *lines])
+
+    def _repr_html_(self) -> str:
+        rows = [(name, meaning_of(type(self[name])), _main_numbers(self[name])) for name in self]
+        return titled(
+            self._heading(),
+            table(["name", "what it is", "main numbers, with 95 % intervals"], rows),
+            note("to_frame() has all numbers, and each record has plot()"),
+        )
+
+    def _heading(self) -> str:
+        return f"{type(self).__name__} of {len(self)} record{'' if len(self) == 1 else 's'}"
+
+
+def _main_numbers(record: Record) -> str:
+    """The first single numbers of a record; its first fields in short if it has none."""
+    tensors, intervals = record.tensors(), record.intervals
+    single = [name for name, each in tensors.items() if not each.ndim and each.is_floating_point()]
+    return "; ".join(
+        f"{name} {values_in_short(tensors[name], *intervals.get(name, ()))}"
+        for name in (single or [*tensors])[:_MAIN_NUMBERS]
+    )

@@ -44,8 +44,6 @@ def aligned(table: TextTable, *, corner: str = "", width: int = WIDTH) -> Iterat
         >>> table = {("TREC", "vanilla"): {"accuracy": "61.0"}}
         >>> list(aligned(table))
         ['           accuracy', 'TREC', '  vanilla  61.0']
-        >>> list(aligned({("", "a b"): {"c d": "1", "e": "2.0"}}, width=7))
-        ['     c', '     d', 'a b  1', '     e', 'a b  2.0']
     """
     columns = list(dict.fromkeys(column for texts in table.values() for column in texts))
     names = {(group, row): f"  {row}" if group else row for group, row in table}

@@ -22,7 +22,7 @@ from ..passes.provide import Observation, reads_of
 from ..prompts.batch import PromptBatch, check_prompts
 from ..results.bootstrap import with_intervals
 from ..results.population import check_resamples
-from ..results.results import Results
+from ..results.record import Results
 from ..system.arguments import checked
 from ..system.devices import holds_numbers, sent, wide
 from ..system.texts import described

@@ -35,10 +35,8 @@ from ..passes.provide import Observation, by_hooks
 from ..passes.shortcuts import why_not_late
 from ..printable import printable
 from ..prompts.batch import PromptBatch, after_shared
-from ..prompts.ties import TIES, noting_ties, warn_of_ties
-from ..prompts.verbalizer import label_scores
-from ..results.record import Record
-from ..results.results import Results
+from ..prompts.verbalizer import TIES, label_scores, noting_ties, warn_of_ties
+from ..results.record import Record, Results
 from ..system.arguments import checked
 from ..system.devices import with_numbers
 from ..system.processes import gather_from_processes

@@ -12,7 +12,7 @@ from ..metrics.question import HooksOfBatch, Question, no_hooks
 from ..models.hooked import HookedModel
 from ..passes.losses import LossOfBatch, label_cross_entropy
 from ..prompts.batch import PromptBatch
-from ..results.results import Results
+from ..results.record import Results
 from ..system.arguments import checked
 from .study import Study
 

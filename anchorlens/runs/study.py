@@ -30,13 +30,12 @@ from ..passes.memory import check_out_of_memory, free_memory, half_of
 from ..passes.provide import need_gradient, reads_of
 from ..prompts.batch import PromptBatch, check_prompts, digests
 from ..prompts.segment_names import SEGMENTS
-from ..prompts.ties import TIES, warn_of_ties
+from ..prompts.verbalizer import TIES, warn_of_ties
 from ..results.bootstrap import with_intervals
 from ..results.contributions import Contributions
 from ..results.depth import WITHOUT_PATTERN
 from ..results.population import check_resamples, warn_if_few_units
-from ..results.record import Record
-from ..results.results import Results
+from ..results.record import Record, Results
 from ..system.hidden_warnings import hidden_warnings
 from ..system.processes import (
     batches_of_process,

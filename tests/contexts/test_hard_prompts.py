@@ -18,7 +18,7 @@ from anchorlens.contexts.protocol import bos_of, queries_after
 from anchorlens.errors import ModelError, NotFiniteError
 from anchorlens.passes.forward import run_pass
 from anchorlens.prompts.batch import check_batch
-from anchorlens.prompts.plain_tokens import plain_tokens
+from anchorlens.prompts.token_texts import plain_tokens
 from tests.support.measures import assert_gradient, difference
 from tests.support.tiny_models import questions, tiny_gpt2, tiny_llama
 from tests.support.trained_contexts import halves, train_hard_prompt

@@ -14,7 +14,7 @@ import torch
 
 import anchorlens as al
 from anchorlens.contexts import hard_prompts
-from anchorlens.prompts.plain_tokens import plain_tokens
+from anchorlens.prompts.token_texts import plain_tokens
 from tests.support.tiny_models import tiny_gpt2
 from tests.support.trained_contexts import train_hard_prompt
 
