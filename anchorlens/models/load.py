@@ -33,12 +33,11 @@ from .read_weights import (
     refuse_revision,
 )
 from .tiny_pass import (
-    in_a_line,
-    is_own_mistake,
     logits_of,
     n_tokens_of,
     relative_difference,
     rounding_of_passes,
+    said_by,
     tiny_passes,
 )
 from .verify_hooks import attends_to_later, verified_facts
@@ -277,9 +276,7 @@ def _boot(name: str, weights: Any, tokenizer: Any) -> Any:
         return build_bridge_from_module(weights, architecture, **options)
     except Exception as error:  # an unknown architecture, or an adapter that does not fit
         set_as_found()
-        if is_own_mistake(error):
-            raise
-        reason = in_a_line(error).partition(" Available architectures")[0]  # more than a hundred
+        reason = said_by(error).partition(" Available architectures")[0]  # more than a hundred
         if "torchvision" in reason:
             reason += " It has to be torchvision of the same build as your torch"
         raise ModelError(

@@ -60,11 +60,11 @@ def wrap_operands(attention: Any) -> bool:
 
 def pass_cache(attention: Any) -> None:
     """Replace ``forward`` so that a bridge's attention knows the cache, by either name."""
-    if not isinstance(attention, _bridge_class()) or is_native(attention):
-        return
-    run = _replacement(attention) or type(attention).forward
-    if run is not _run_cached and ("forward" not in vars(attention) or run is _run_rebuilt):
-        _replace_forward(attention, _run_cached, run)
+    run = _replacement(attention)
+    if isinstance(attention, _bridge_class()) and (
+        run is _run_rebuilt or "forward" not in vars(attention)
+    ):
+        _replace_forward(attention, _run_cached, run or type(attention).forward)
 
 
 def tokens_run(hook: Any, keys: int) -> int:

@@ -1,7 +1,7 @@
 """Numbers that are equal but for their rounding, which a batch or the order of a sum decides."""
 
 import torch
-from jaxtyping import Bool, Float, Int
+from jaxtyping import Bool, Float
 from torch import Tensor
 
 _WIDE = {torch.float64: 1e-12, torch.float32: 1e-5}  # shares of the size of a number
@@ -18,14 +18,6 @@ def rounding_of(dtype: torch.dtype) -> float:
     return _WIDE.get(dtype, torch.finfo(dtype).eps)
 
 
-def compared(
-    values: Float[Tensor, "*#axes"], others: Float[Tensor, "*#axes"], margin: Tensor | float
-) -> Int[Tensor, "*axes"]:
-    """1 where a value is above the other, -1 where it is below, 0 if they differ by the margin."""
-    differences = values - others
-    return (differences > margin).long() - (differences < -margin).long()
-
-
 def ranks(
     values: Float[Tensor, "*axes number"], margin: Tensor | float
 ) -> Float[Tensor, "*axes number"]:
@@ -33,7 +25,9 @@ def ranks(
 
     Equal numbers differ by at most ``margin``: a number, or of the shape [*axes, 1, 1].
     """
-    return compared(values[..., :, None], values[..., None, :], margin).sum(-1).double() / 2
+    differences = values[..., :, None] - values[..., None, :]
+    above = (differences > margin).long() - (differences < -margin).long()
+    return above.sum(-1).double() / 2
 
 
 def all_equal(
