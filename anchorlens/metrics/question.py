@@ -37,8 +37,8 @@ class Further:
     Attributes:
         hooks: Functions of the batch to hooks of such passes. Of functions that differ only in
             numbers, one is enough. In bfloat16 and float16 others than these must act natively.
-        layers: The layers in which such hooks first act. Their passes start with what the clean
-            run gave out before these layers, where that gives the same logits.
+        layers: Those in which such hooks first act. Their passes start with what the clean run gave
+            out before them, where that gives the same logits.
         metrics: What observes one more pass, which has ``loss`` where a metric needs a gradient.
         loss: Function of (logits, batch) to one number a prompt.
     """
@@ -124,8 +124,7 @@ class Question(InOneLine, ABC):
     def once(self, passes: Any, contributions: Mapping[str, Tensor]) -> Mapping[str, Any]:
         """What is known after the last batch and is no contribution of a prompt.
 
-        Under ``info`` what the numbers of the record describe, and by name what ``result`` takes
-        besides contributions, such as seconds.
+        It has by name what ``result`` takes besides contributions, and ``info`` of the record.
         """
         return {}
 
@@ -137,9 +136,8 @@ class Question(InOneLine, ABC):
 class Metric(Question):
     """What every metric inherits from; usually a frozen dataclass whose fields are its options.
 
-    A metric needs a ``name``, ``contributions`` and a ``record`` (see ``al.Question``), and says in
-    ``reads`` what of the pass it reads. It has no state, and knows neither the model nor how it is
-    run.
+    A metric is an ``al.Question`` with ``contributions`` in place of ``of_batch``; ``reads`` says
+    what of the pass it reads. It knows neither the model nor how it is run.
 
     Examples:
         >>> from dataclasses import dataclass

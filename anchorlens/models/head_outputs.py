@@ -204,11 +204,9 @@ def no_norm(inputs: Tensor) -> LinearNorm:
 
 @fact
 def norms_after(model: HookedModel) -> dict[int, int]:
-    """By layer the norm that takes the scale of its pattern away, if any: its number in modules_of.
-
-    In one pass over equal rows, each layer's pattern is doubled in one row and 0 in another.
-    Doubling must change little beside 0: in the logits, and what a norm makes of twice as much.
-    """
+    """By layer the norm that takes the scale of its pattern away: its number in modules_of."""
+    # In one pass over equal rows, each layer's pattern is doubled in one row and 0 in another.
+    # Doubling must change little beside 0: in the logits, and what a norm makes of twice as much.
     n_layers, modules = model.cfg.n_layers, modules_of(model)
     count, attended, found = 1 + 2 * n_layers, list[int](), dict[int, int]()
 

@@ -32,13 +32,7 @@ from .hooked import (
 )
 from .kinds import QUERY_AND_KEY, pairs_in
 from .kv_cache import KeyValues, inputs_after, keys_and_values, prefix_of
-from .native_attention import (
-    pass_cache,
-    unwrap,
-    use_eager_attention,
-    wrap_attention,
-    wrap_operands,
-)
+from .native_attention import pass_cache, unwrap, use_eager_attention, wrap_attention, wrap_operands
 from .tiny_pass import (
     LEAF,
     TOKENS,

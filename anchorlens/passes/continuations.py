@@ -42,10 +42,8 @@ def log_probs_after(
 def _up_to_targets(
     batch: PromptBatch, cache: Any, prefix: KeyValues | None, count: int
 ) -> KeyValues:
-    """Keys and values up to the target of each prompt, ``count`` times.
-
-    The target comes last: distances may be counted in columns, so that no padding may follow it.
-    """
+    """Keys and values up to each target, ``count`` times."""
+    # It comes last: distances may be counted in columns, so that no padding may follow it.
     length = batch.tokens.shape[1]
     columns = (batch.positions + batch.target_positions[:, None] + 1) % length
     in_rows = batch.up_to_target[:, batch.query_rows].sum(1)

@@ -45,8 +45,7 @@ class Pass:
 
     A ``LossAtPositions`` gets the logits at its positions, a ``WordCrossEntropy`` log probabilities
     of texts after the prompts, and any other loss the logits at the targets. The gradient continues
-    through a prefix that has a graph. With ``gradient_checkpointing`` (see blocks.py) hooks
-    inside blocks act twice; observers are called once, with tensors without a graph.
+    through a prefix that has a graph. For ``gradient_checkpointing`` see blocks.py.
     """
 
     model: HookedModel
@@ -242,8 +241,7 @@ def run_prefix(
 ) -> KeyValues:
     """Keys and values of leading tokens (``batch.before(position)``), those of ``prefix`` first.
 
-    Any number of passes continue from them. ``backward_hooks`` are called in each of these that has
-    a loss, with the gradient [batch, ...] of its prompts at a hook point's output.
+    ``backward_hooks`` get the gradient of each pass that continues from them, [batch, ...].
     """
     facts_of(model)  # an error if it is not prepared
     refuse_media_tokens(model, batch)

@@ -67,10 +67,7 @@ class LossAtPositions(Protocol):
     def __call__(
         self, logits: Float[Tensor, "batch target vocab"], batch: PromptBatch
     ) -> Float[Tensor, " batch"]:
-        """The loss of each prompt, from the rows of logits at its positions, in order.
-
-        Prompts with fewer positions than others repeat their last row; see ``columns_of``.
-        """
+        """The loss of each prompt, from logits at its positions, as ``columns_of`` orders them."""
         ...
 
 
@@ -145,8 +142,7 @@ class NextTokenCrossEntropy:
             row, position = wrong.nonzero()[0].tolist()
             raise MetricError(
                 f"a weight of the loss is at position {position} of prompt {int(batch.index[row])},"
-                " which is padding or the last token of its prompt; a position predicts the token "
-                "after it, so give weight 0 where none follows"
+                " which is padding or its last token, and predicts none; give weight 0 there"
             )
         return weights
 
@@ -160,9 +156,8 @@ def next_token_cross_entropy(weights: WeightsOfBatch) -> NextTokenCrossEntropy:
     saliencies of its terms add up. For a mean give weights that sum to 1.
 
     Args:
-        weights: Function of the batch to w: a number for each of its positions, or True and
-            False. A position with weight 0 is no target. Use the positions of the batch that it
-            gets, because padding is moved to the right.
+        weights: Function of the batch, as it runs padded on the right, to w: a number for each
+            position (0 is no target), or True and False.
 
     Returns:
         A loss for ``al.run`` and ``al.saliency``. It raises a MetricError if the weights do not fit
@@ -304,6 +299,6 @@ def gold_of(batch: PromptBatch, *others: PromptBatch) -> Int[Tensor, " batch"]:
         last = "answer" if batch.has_label_words else batch.segment_names[-1]
         raise MetricError(
             "the cross entropy of labels needs the true label of each query; give queries with "
-            f"labels (gold=...), or another loss, such as al.losses.span_cross_entropy({last!r})"
+            f"labels, or another loss: al.losses.span_cross_entropy({last!r}) for all tokens of it"
         )
     return batch.gold

@@ -177,10 +177,7 @@ def residual_parts(
 def _directions(
     model: Any, batch: PromptBatch, call: _Call, norms: FrozenNorms, queries: Int[Tensor, " batch"]
 ) -> Float[Tensor, "batch head d_value"]:
-    """The gradient of the answer's logit, minus the mean of the others, at the heads' output.
-
-    It goes past no later layer, and the last norm is held.
-    """
+    """The gradient of the answer's logit minus the mean; past no later layer, last norm held."""
     layer, seen = call.layer, call.seen
     if missing := [name for name in _given_out(layer) if name not in seen]:
         raise ModelError(f"the model has no hook point {missing[0]}")

@@ -125,9 +125,8 @@ class Passes:
     ) -> Float[Tensor, "batch vocab"]:
         """Logits at the targets of a batch, with the hooks of a function of the batch.
 
-        Whole prompts are run where hooks cannot act in the shared tokens once for all prompts. The
-        ``key`` stands for hooks that are the same for each batch of a set of demonstrations: under
-        it the keys and values of shared tokens are stored for the next batch. None stores none.
+        A ``key`` of hooks that are the same for each batch of a set of demonstrations stores keys
+        and values of shared tokens for the next one. Whole prompts run where these hooks differ.
         """
         try:
             hash(key)

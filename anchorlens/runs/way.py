@@ -114,9 +114,8 @@ def way_of(
 ) -> Way:
     """How batches run; the same in all processes.
 
-    Metrics observe the run with the last of ``changes``, the interventions of the run. ``observed``
-    is what questions observe in the first batch: the kinds of reads are the same in all. ``beside``
-    are the ways of further passes that metrics observe in this run.
+    The last of ``changes`` are the interventions of the run, ``observed`` is what questions observe
+    in its first batch, and ``beside`` are the ways of further passes that metrics observe.
     """
     given = _Given(model, batches, changes, observed, loss)
     passes = given.passes(beside)
@@ -438,11 +437,10 @@ def _act_without_patterns(model: HookedModel, observers: Sequence[Observer]) -> 
 def shared_lengths(
     batches: Sequence[PromptBatch], loss: LossOfBatch | None, least: int = 2
 ) -> dict[int, int]:
-    """The number of leading tokens that all prompts of a set share, at most up to a target.
+    """How many leading tokens the prompts of a set share, up to the positions that a loss reads.
 
-    Targets are also the positions whose logits the loss gets. Left out are sets of fewer prompts
-    than ``least``, and those that also occur in a batch of several sets: where memory runs out, a
-    part of that batch could have this set alone, and share fewer tokens.
+    Left out are sets of fewer prompts than ``least``, and those that occur in a batch of several:
+    where memory runs out, a part of it could have this set alone, and share fewer tokens.
     """
     of_sets: dict[int, list[PromptBatch]] = {}
     mixed: set[int] = set()

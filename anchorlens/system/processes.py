@@ -84,8 +84,7 @@ def gather_from_processes(what: str, value: T) -> list[T]:
 def fails_together() -> Iterator[None]:
     """A block, or as ``@fails_together()`` a function, that fails in all processes if in one.
 
-    The process that fails raises its own error. The others raise a ProcessError at their next
-    exchange, at the latest at the end of the block, so that no process waits for a failed one.
+    The others raise a ProcessError at their next exchange, at the latest at the end of the block.
     """
     if is_single_process():
         yield
@@ -125,9 +124,8 @@ def require_equal_settings(what: Mapping[str, str]) -> None:
         ]
         if different:
             raise ProcessError(
-                "all processes must make the same call, whose work is divided among them; got "
-                f"different calls ({'; '.join(different)}). To analyse other prompts in each "
-                "process, make no accelerate state"
+                f"all processes must make the same call; got different calls "
+                f"({'; '.join(different)}). For other prompts in each, make no accelerate state"
             )
 
 

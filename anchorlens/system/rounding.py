@@ -4,14 +4,13 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-_WIDE = {torch.float64: 1e-12, torch.float32: 1e-5}  # shares of the size of a number
+_WIDE = {torch.float64: 1e-12, torch.float32: 1e-5}  # some thousand roundings, and a hundred
 
 
 def rounding_of(dtype: torch.dtype) -> float:
     """The share of its size by which a number from passes in this type may be off.
 
-    A hundred roundings in float32, some thousand in float64, and in narrower types a single one, as
-    numbers that differ by more are to be told apart there too.
+    In narrower types a single rounding, as numbers that differ by more are to be told apart there.
     """
     if not dtype.is_floating_point:
         return 0.0
@@ -21,10 +20,7 @@ def rounding_of(dtype: torch.dtype) -> float:
 def ranks(
     values: Float[Tensor, "*axes number"], margin: Tensor | float
 ) -> Float[Tensor, "*axes number"]:
-    """Ranks along the last axis minus their mean; of equal numbers each has their mean rank.
-
-    Equal numbers differ by at most ``margin``: a number, or of the shape [*axes, 1, 1].
-    """
+    """Ranks along the last axis minus their mean; numbers up to ``margin`` apart share theirs."""
     differences = values[..., :, None] - values[..., None, :]
     above = (differences > margin).long() - (differences < -margin).long()
     return above.sum(-1).double() / 2
