@@ -34,16 +34,6 @@ _LEGEND = (
     "copy: label word to the token before it",
 )
 _OF_CLASSES = ("correct", "predicted")  # their threshold is divided by the number of classes
-Choices = Float[Tensor, "batch choice layer head anchor"]  # of positions: label words, draws
-
-
-def scores_of(
-    read: Choices, copy: Choices, classes: Int[Tensor, "batch anchor"], *of: Int[Tensor, " batch"]
-) -> Float[Tensor, "batch choice layer head score"]:
-    """The scores, in the order of SCORES; ``of`` is the true class, then the predicted one."""
-    signs = (2 * (classes == each[:, None]).long() - 1 for each in of)
-    of_classes = (read * sign[:, None, None, None] for sign in signs)
-    return torch.stack([*(each.sum(-1) for each in (read, *of_classes)), copy.mean(-1)], dim=-1)
 
 
 def _above(name: str, contributions: Contributions) -> Float[Tensor, "prompt *axes score"]:
@@ -212,7 +202,10 @@ class LabelHeads(Metric):
             wide(rearrange(each, to_choices, anchor=batch.label_positions.shape[1]))
             for each in (seen["read"][:, :, :, 0], seen["copy"])
         )
-        values = scores_of(read, copy, batch.label_classes, gold, predicted)
+        signs = (2 * (batch.label_classes == of[:, None]).long() - 1 for of in (gold, predicted))
+        of_classes = (read * sign[:, None, None, None] for sign in signs)
+        sums = (each.sum(-1) for each in (read, *of_classes))
+        values = torch.stack([*sums, copy.mean(-1)], dim=-1)  # in the order of SCORES
         tokens = batch.up_to_target.sum(1).double()  # that the target can read, and itself
         classes = [len(batch.label_token_ids) if name in _OF_CLASSES else 1 for name in SCORES]
         return {

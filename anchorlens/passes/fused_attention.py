@@ -142,7 +142,8 @@ def acts_when_fused(model: HookedModel, hook: Hook) -> bool:
     """Whether a hook inside the attention has its effect there without a pattern."""
     point, act = hook
     if isinstance(act, EdgeHook):
-        return act.cuts_scores and point in names_of_layers(model, scores_name)
+        cuts_scores = act.renormalize and act.factors is None
+        return cuts_scores and point in names_of_layers(model, scores_name)
     return isinstance(act, DetachedHeads) and point in names_of_layers(model, z_name)
 
 

@@ -122,11 +122,6 @@ class Observation:
         return cls(model, question, one, columns, trusted=trusted)
 
     @property
-    def rows_are_enough(self) -> bool:
-        """Whether rows of A and dL/dA are enough for what reads patterns, in whole prompts."""
-        return not any(each.is_whole or VALUES in each.needs for each in self.of_rows)
-
-    @property
     def why_whole(self) -> str:
         """Why shared tokens cannot run once for what is read; empty if they can."""
         reasons = (read.why_whole(self.question.name) for read in self.reads.values())

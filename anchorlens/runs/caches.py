@@ -89,11 +89,12 @@ def from_caches(
     check_prompts(*batches)
     if model is not None:
         check_fits(model, *batches)
-        for metric in metrics:
-            metric.check(model, batches, changed=False)
+    for metric in metrics:
+        metric.check(_NoModel(metric.name) if model is None else model, batches, changed=False)
+        if model is not None:
             Observation(model, metric, batches[0]).check()
-    else:
-        _check_without_model(metrics, batches)
+        elif needs_of(reads_of(metric, batches[0])) & {QUERIES, KEYS, VALUES}:
+            raise _needs_model(metric.name)
     collected: list[dict[str, Tensor]] = []
     for number, (batch, given) in enumerate(zip_longest(batches, passes)):
         if batch is None or given is None:
@@ -283,14 +284,6 @@ class _GivenPass:
                 "must come from one pass"
             )
         return tensor
-
-
-def _check_without_model(metrics: Sequence[Metric], batches: Sequence[PromptBatch]) -> None:
-    """Raise an error for what a metric checks in a model, or reads of one beside its cache."""
-    for metric in metrics:
-        metric.check(_NoModel(metric.name), batches, changed=False)
-        if needs_of(reads_of(metric, batches[0])) & {QUERIES, KEYS, VALUES}:
-            raise _needs_model(metric.name)
 
 
 def _sizes_in(cache: Mapping[str, Tensor]) -> Any:

@@ -23,6 +23,7 @@ import torch
 from torch import Tensor
 
 from ..metrics.question import HooksOfBatch, no_hooks
+from ..metrics.reads import VALUES
 from ..models.batch_hooks import BatchHook, act_alike, in_leading_tokens
 from ..models.facts import facts_of
 from ..models.hooked import (
@@ -247,8 +248,9 @@ class _Given:
         for of_one in self.observed:
             own = [hook for each in of_one.beside if each.runs_user_code for hook in each.hooks]
             # In the attention of a block that runs twice they would act twice.
-            is_able = outside_attention(self.model, own) == own and of_one.rows_are_enough
-            if not is_able or not _act_without_patterns(self.model, of_one.beside):
+            is_able = outside_attention(self.model, own) == own
+            needs_more = any(each.is_whole or VALUES in each.needs for each in of_one.of_rows)
+            if needs_more or not (is_able and _act_without_patterns(self.model, of_one.beside)):
                 return f"{of_one.question.name} needs them"
         return ""
 
