@@ -1,9 +1,8 @@
 """Turns positions and edges into plain TransformerLens hooks: block, scale, isolate, replace.
 
 Each function takes a ``Site``, the layers and heads to act in, and returns a list of ``(hook name,
-function)`` pairs for ``run_with_hooks``; lists join with ``+``. It checks its arguments before the
-model runs. For ``al.run``, make a function of the batch of it:
-``hooks=lambda batch: al.block_edges(model, batch, al.edges.pq)``.
+function)`` pairs for ``run_with_hooks``; lists join with ``+``. For ``al.run``, make a function of
+the batch of it: ``hooks=lambda batch: al.block_edges(model, batch, al.edges.pq)``.
 """
 
 from collections.abc import Iterable, Mapping
@@ -379,8 +378,7 @@ def isolate_labels(
     Args:
         batch: Prompts with known label words.
         site: Layers, or an ``al.Site`` with heads and more; all layers and heads by default.
-        whole_words: Isolate all tokens of a label word that has several; by default only the
-            first, as in the published code.
+        whole_words: Isolate all tokens of a label word, not the first alone as published.
 
     Raises:
         HookError, ModelError: As for ``block_edges``.
@@ -436,8 +434,7 @@ def reweight_anchors(
             changes nothing), or the result of ``train_reweighting``.
 
     Raises:
-        HookError: The shape of ``beta`` does not fit the model and the prompts, a value is NaN or
-            infinite, or ``beta`` was learned for other label words.
+        HookError: ``beta`` has another shape, is NaN or infinite, or is of other label words.
         PromptError: The prompts do not fit the model.
         ModelError: The model was not prepared, or its value biases are folded.
 

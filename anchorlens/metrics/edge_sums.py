@@ -1,7 +1,6 @@
 """A * dL/dA, or another weight of attention edges, summed over sets of edges.
 
-1. A and dL/dA are cut into a few query rows, in float32 or wider (``row_pieces``): with thousands
-   of tokens the pattern of one layer takes gigabytes, so it is never copied.
+1. A and dL/dA come in a few query rows, in float32 or wider: a whole pattern may take gigabytes.
 2. A weight makes of them a number for each edge, merged over heads and of each head (``weights``).
 3. These are summed over the edges of each set, or from each segment to each (``EdgeSums``).
 """

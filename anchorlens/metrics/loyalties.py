@@ -91,8 +91,7 @@ class Loyalty(Metric):
 
     Pitfalls:
         If a model predicts one class for every query, label loyalty says little: read word loyalty
-        and KL too. Loyalty compares with the model's own answers and not with the truth: a run can
-        be loyal to wrong answers.
+        and KL too. A run can be loyal to wrong answers.
 
     Source:
         Section 2.2. The published code takes the 10 most likely words, the paper 5.

@@ -113,8 +113,7 @@ class Question(InOneLine, ABC):
     def of_batch(self, passes: Any, batch: PromptBatch) -> dict[str, Tensor]:
         """What each prompt contributes: tensors [prompt, ...] by name.
 
-        ``passes`` are those over this batch of whole prompts (``Passes``): ``clean``, ``logits``
-        with hooks, ``logits_at`` other positions; and the ``model``.
+        ``passes`` over whole prompts have ``clean``, ``logits``, ``logits_at`` and the ``model``.
         """
 
     def stored_as(self) -> Any:

@@ -37,8 +37,7 @@ def label_cross_entropy(
     score takes the place of the logit (``PromptBatch.label_scores``).
 
     Args:
-        logits: Next-token logits at the target positions.
-        batch: The prompts, with their true labels.
+        logits: Next-token logits at the targets of ``batch``, which has true labels.
 
     Raises:
         MetricError: The prompts have no true labels.
@@ -176,9 +175,8 @@ def next_token_cross_entropy(weights: WeightsOfBatch) -> NextTokenCrossEntropy:
 def span_cross_entropy(segment: str) -> NextTokenCrossEntropy:
     """A loss: cross entropy of all tokens of a segment, such as a written answer.
 
-    ``L = - sum log p(token t+1 | tokens up to t)`` over the tokens t+1 of the segment, in nats,
-    from 0 up; high means that the model does not expect this text. The first token of a prompt
-    follows none and does not count.
+    ``L = - sum log p(token t+1 | tokens up to t)`` over the tokens t+1 of the segment but the first
+    of a prompt, in nats, from 0 up; high means that the model does not expect this text.
 
     Args:
         segment: Name of a segment of the prompts, as in ``PromptBatch.segment_names``.
@@ -242,10 +240,9 @@ def word_cross_entropy(
     their own edges are in no metric, though the gradient goes through them, and hooks act before.
 
     Args:
-        words: The tokens of the label word of each class. By default those of the demonstrations;
-            ``PromptBatch.from_positions`` knows one token of each, so that you give them.
-        per_token: Divide each score by the number of tokens of its word, because longer words are
-            less likely.
+        words: The tokens of the label word of each class. By default those of the demonstrations,
+            which ``PromptBatch.from_positions`` does not know.
+        per_token: Divide each score by the tokens of its word, as longer words are less likely.
 
     Returns:
         A loss for ``al.run`` and ``al.saliency``. It raises a MetricError if the prompts have no

@@ -73,13 +73,10 @@ class Reader(Protocol):
 
 
 class Observation:
-    """What a question observes in a pass over a batch, after what was observed in shared tokens.
+    """What a question observes in a pass over a batch, after what was observed ``before`` it.
 
-    Args:
-        model: The model, or for caches that came without it its numbers of layers and heads.
-        columns: Those of the whole prompts that the pass runs; all by default.
-        before: What was observed in shared tokens.
-        trusted: Set when a batch has shown that no code of a user edits what it gets.
+    ``columns`` are those of the whole prompts that run, by default all. ``trusted`` is set when a
+    batch has shown that no code of a user edits what it gets.
     """
 
     def __init__(

@@ -1,9 +1,8 @@
 """Several processes that share one run: how the work is divided, exchanged and synchronized.
 
-The processes are those of accelerate. If the state of accelerate was not made, accelerate is not
-imported and the process runs alone. ``torch.distributed`` notices a process that died or does not
-come; what the others then do is ended by its errors. Without an import of PyTorch, which takes
-seconds, a process knows whether it is one of several.
+The processes are those of accelerate; without its state, a process runs alone, which it knows
+without an import of PyTorch. ``torch.distributed`` notices a process that died or does not come;
+what the others then do is ended by its errors.
 """
 
 import atexit

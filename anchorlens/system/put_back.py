@@ -1,7 +1,6 @@
 """What was changed for a while is put back, also if interrupts come while it is put back.
 
-Ctrl-C raises its error between two instructions: at the start of a function, at the next turn of a
-loop, or after a call of a function written in C. So it can come at the start of the ``__exit__`` of
+Ctrl-C raises its error between two instructions: so it can come at the start of the ``__exit__`` of
 ``contextlib.contextmanager``, before the generator goes on, and then nothing is put back.
 """
 
