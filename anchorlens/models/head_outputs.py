@@ -35,8 +35,7 @@ from .kinds import cached_heads, modules_of
 from .model_state import ModuleHook
 from .tiny_pass import LEAF, logits_of, relative_difference, small_loss, tiny_passes, tiny_tokens
 
-# What is twice as large is so but for rounding. What stays the same changes little beside what
-# doubles, because a norm adds a small number to its divisor.
+# What doubles does so but for rounding; what stays changes little: a norm adds to its divisor.
 _DOUBLED, _SAME = 1e-2, 0.1
 
 

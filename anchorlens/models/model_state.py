@@ -28,8 +28,7 @@ HOOK_TABLES = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_
 
 # Lists of handles at hook points, which change when a hook is added.
 _HANDLES = ("fwd_hooks", "bwd_hooks")
-# What PyTorch sets with the first backward hook, and the last pattern, which the attention of some
-# bridges stores together with its graph.
+# What PyTorch sets with the first backward hook, and the last pattern, which some bridges store.
 _VALUES = ("_is_full_backward_hook", "_pattern")
 
 HookTable = dict[int, Callable[..., Any]]

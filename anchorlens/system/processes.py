@@ -23,8 +23,7 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
-# The longest wait for another process, if accelerate's own time-out is not longer. A process that
-# computes more than the others is waited for; one whose connection closes is noticed at once.
+# The longest wait for another process that computes, if accelerate's own time-out is not longer.
 TIME_OUT = timedelta(hours=2)
 
 
