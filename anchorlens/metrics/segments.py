@@ -160,7 +160,7 @@ class SegmentFlows(OfSegments, EdgeFlows):
         return SegmentFlowsRecord.of(contributions.with_each(flows_of_prompts), info=info)
 
     def segment_scores(self, contributions: Contributions) -> Float[Tensor, "prompt segment"]:
-        """What others read from each segment, summed over edges and layers: ``al.Faithfulness``."""
+        """What others read of a segment, over edges and layers (``al.weights.helpful``)."""
         return read_by_others(contributions["sums"].double())
 
 
