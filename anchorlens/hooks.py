@@ -1,9 +1,8 @@
 """Turns positions and edges into plain TransformerLens hooks: block, scale, isolate, replace.
 
 Each function takes a ``Site``, the layers and heads to act in, and returns a list of ``(hook name,
-function)`` pairs for ``run_with_hooks``; lists join with ``+``. It checks its arguments before the
-model runs. For ``al.run``, make a function of the batch of it:
-``hooks=lambda batch: al.block_edges(model, batch, al.edges.pq)``.
+function)`` pairs for ``run_with_hooks``; lists join with ``+``. For ``al.run``, make a function of
+the batch of it: ``hooks=lambda batch: al.block_edges(model, batch, al.edges.pq)``.
 """
 
 from collections.abc import Iterable, Mapping
@@ -48,13 +47,13 @@ class Site:
     """Where and how hooks act on attention. A function that takes a site also takes bare layers.
 
     Attributes:
-        layers: Layers by number; negative numbers count from the end, so that ``range(-5, 0)``
-            means the last 5. None for all that have an attention: in some models other layers are
-            recurrent. A pair, which may mean a head, must be a list.
+        layers: Layers by number; negative numbers count from the end: ``range(-5, 0)`` are the last
+            5. None for all that have an attention (others may be recurrent). A pair, which may mean
+            a head, must be a list.
         heads: Heads in each of these layers; None for all. With ``layers`` left out, the heads of
             each layer by its number: ``al.Site(heads={3: [0, 4], 5: 1})``.
-        keep_bos: Leave the edges to BOS as they are. The paper's prompts have no BOS. In prompts
-            with a BOS the cut of these edges alone explains much of the effect, so report both.
+        keep_bos: Leave the edges to BOS, which the paper's prompts have not, as they are. Their cut
+            alone explains much of the effect, so report both.
         renormalize: True acts before the softmax, so that the rest of each row still sums to 1 (the
             published code). False acts on the pattern after the softmax (the paper's equation).
 
@@ -146,10 +145,7 @@ EVERYWHERE = Site()
 def require_fit(
     model: HookedModel, batch: PromptBatch | None = None, *inside: str, of_values: bool = False
 ) -> None:
-    """Raise an error where hooks would not do what they say: in a model, or in prompts.
-
-    With folded value biases (``of_values``) those of heads, and of patterns after the softmax.
-    """
+    """Raise an error where hooks, also ``of_values`` of heads, would not do what they say."""
     facts_of(model)  # an error if it is not prepared
     if of_values:
         refuse_folded_value_biases(model)
@@ -168,11 +164,11 @@ def block_edges(
 ) -> list[Hook]:
     """Hooks that cut edges of the attention, also where the keys of the first tokens are cached.
 
-    While the model writes (``model.generate`` inside ``model.hooks``, with a cache or without), a
-    written token is a query like the target, the last token of its prompt: it does not attend to
-    the keys from which the target is cut, and no edge to a written token is cut. For another rule
-    give edges of a longer length than that of the prompts, [prompt, query, key]. This holds for all
-    hooks of edges. Where it cannot be known which tokens a pass runs, it is an error.
+    While the model writes (``model.generate`` inside ``model.hooks``), a written token is a query
+    like the target, the last token of its prompt: it does not attend to the keys from which the
+    target is cut, and no edge to a written token is cut. For another rule give edges longer than
+    the prompts, [prompt, query, key]. This holds for all hooks of edges. Where it cannot be known
+    which tokens a pass runs, it is an error.
 
     Args:
         model: The hooked model to which the hooks will be added.
@@ -184,10 +180,10 @@ def block_edges(
     Raises:
         PromptError: ``edges`` is not of True and False or not of the shape of the prompts, an edge
             goes to a later token or belongs to padding, or the prompts do not fit the model.
-        HookError: A layer or head does not exist, the site has ``keep_bos`` and the prompts have no
-            BOS, or ``renormalize=True`` would cut the edge of a position to itself.
-        ModelError: The model was not prepared, or its value biases are folded and ``renormalize``
-            is False.
+        HookError: A layer or head does not exist, prompts have no BOS to keep, or
+            ``renormalize=True`` would cut the edge of a position to itself.
+        ModelError: The model was not prepared, or, without ``renormalize``, its value biases are
+            folded.
 
     Warns:
         UserWarning: There is no edge, so that nothing is cut. In ``al.run`` it is an error if no
@@ -236,14 +232,13 @@ def scale_edges(
     Args:
         factor: A number from 0 up, or one for each layer and head of the model, of which those of
             the site are used.
-        site: With ``renormalize=True``, ``log(factor)`` is added to the scores. In models with
-            attention sinks a row and its sink sum to 1 then: the sink gets a part of what the
-            edges lose.
+        site: With ``renormalize=True``, ``log(factor)`` is added to the scores: an attention sink
+            gets a part of what the edges lose.
 
     Raises:
-        HookError: ``factor`` is negative, not finite or of another shape. With
-            ``renormalize=True``, 0 is also refused for edges of a position to itself, and in a
-            tensor that needs a gradient, because ``log`` has none there.
+        HookError: ``factor`` is negative, not finite or of another shape; or, with
+            ``renormalize=True``, 0 for edges of a position to itself, or in a tensor that needs a
+            gradient (``log`` has none there).
 
     Examples:
         >>> half = al.scale_edges(model, batch, al.edges.pq, 0.5, range(3))
@@ -266,9 +261,9 @@ def scale_edges(
 def detach_heads(model: HookedModel, site: SiteOrLayers = EVERYWHERE) -> list[Hook]:
     """Hooks that stop the gradient through heads, and leave every output as it was, bit for bit.
 
-    They detach ``z``, the output of a head before the output projection. So the pattern and the
-    values of these heads get a gradient of exactly 0, and everything before them gets only the
-    gradient that comes through the rest of the model. They act in all tokens, and so need no batch.
+    They detach ``z``, the output of a head before the output projection: its pattern and values get
+    a gradient of exactly 0, and all before them only that through the rest of the model. They act
+    in all tokens, and so need no batch.
 
     Args:
         site: Layers, or an ``al.Site`` with heads alone; all layers and heads by default.
@@ -279,8 +274,6 @@ def detach_heads(model: HookedModel, site: SiteOrLayers = EVERYWHERE) -> list[Ho
             by itself (JetMoe; BitNet, whose norm mixes heads). A tiny pass finds out at first use.
 
     Examples:
-        The saliency of the other heads, and of other layers without the paths through head 1.0.
-
         >>> detached = lambda batch: al.detach_heads(model, al.Site(1, heads=0))
         >>> results = al.run(model, batches, [al.SaliencyFlows()], hooks=detached, progress=False)
     """
@@ -315,8 +308,7 @@ def replace_heads(
     Raises:
         HookError: As for ``detach_heads``, or ``outputs`` or ``positions`` do not fit.
         PromptError: The prompts do not fit the model.
-        ModelError: As for ``detach_heads``, or the value biases of the model are folded: its heads
-            give out other numbers then.
+        ModelError: As for ``detach_heads``, or the value biases of the model are folded.
 
     Examples:
         >>> cut = al.replace_heads(model, batch, 0.0, al.Site.of_heads([(0, 1), (2, 0)]))
@@ -386,8 +378,7 @@ def isolate_labels(
     Args:
         batch: Prompts with known label words.
         site: Layers, or an ``al.Site`` with heads and more; all layers and heads by default.
-        whole_words: Isolate all tokens of a label word that has several; by default only the
-            first, as in the published code.
+        whole_words: Isolate all tokens of a label word, not the first alone as published.
 
     Raises:
         HookError, ModelError: As for ``block_edges``.
@@ -410,9 +401,7 @@ def isolate_random(
     seed: int,
     whole_words: bool = False,
 ) -> list[Hook]:
-    """The control of ``isolate_labels``: it isolates as many random other positions.
-
-    They are those of ``al.edges.random_positions``, the same in all layers.
+    """The control of ``isolate_labels``: as many other positions (``al.edges.random_positions``).
 
     Arguments and errors that are not here are those of ``isolate_labels``.
 
@@ -445,8 +434,7 @@ def reweight_anchors(
             changes nothing), or the result of ``train_reweighting``.
 
     Raises:
-        HookError: The shape of ``beta`` does not fit the model and the prompts, a value is NaN or
-            infinite, or ``beta`` was learned for other label words.
+        HookError: ``beta`` has another shape, is NaN or infinite, or is of other label words.
         PromptError: The prompts do not fit the model.
         ModelError: The model was not prepared, or its value biases are folded.
 
@@ -461,10 +449,7 @@ def reweight_anchors(
         shape = f"(layer, head, anchor) = {expected}"
         raise HookError(f"beta must have the shape {shape}; got {tuple(factors.shape)}")
     if not (factors < torch.inf).all():
-        raise HookError(
-            "beta must be numbers below infinity, because attention is multiplied by exp(beta); "
-            "some are NaN or infinite"
-        )
+        raise HookError("beta must be numbers below infinity; got some that are NaN or infinite")
     rows = torch.arange(len(batch), device="cpu")[:, None]
     anchors = rows, batch.target_rows[:, None], batch.label_positions
 
@@ -497,9 +482,7 @@ def hooks_on_edges(
     length = batch.tokens.shape[1]
     if site.keep_bos:
         if not batch.begins_with_bos:
-            raise HookError(
-                "keep_bos=True, but these prompts do not begin with a BOS token; leave it out"
-            )
+            raise HookError("keep_bos=True, but prompts do not begin with a BOS; leave it out")
         edges = edges & ~edge_sets.from_first(in_longer_rows(batch, edges.shape[2]))
     name = scores_name if site.renormalize else pattern_name
     by_layer = isinstance(site.heads, Mapping)

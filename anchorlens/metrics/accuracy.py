@@ -41,8 +41,8 @@ class AccuracyRecord(Record):
     """Accuracy of the model's label predictions.
 
     Attributes:
-        accuracy: Share of prompts whose predicted label is true, from 0 to 1. Chance is 1 / number
-            of classes where the classes are balanced.
+        accuracy: Share of prompts whose predicted label is true, from 0 to 1; of balanced classes
+            chance is 1 over their number.
         correct: 1 for each prompt whose predicted label is true, else 0.
     """
 
@@ -166,17 +166,15 @@ def compare_accuracies(
                 f"AccuracyRecord.correct is; got {values!r}"
             )
     sizes = {name: len(values) for name, values in correct.items()}
-    if len(set(sizes.values())) != 1 or not next(iter(sizes.values())):
+    if len({*sizes.values()}) != 1 or 0 in sizes.values():
         raise MetricError(
             f"methods are compared on the same prompts, at least one; got prompts: {sizes}"
         )
-    count = next(iter(sizes.values()))
-    if sets is not None and tuple(sets.shape) != (count,):
-        raise MetricError(
-            f"sets must name the set of each of the {count} prompts; got the shape "
-            f"{tuple(sets.shape)}"
-        )
     table = torch.stack([values.double() for values in correct.values()], dim=1)
+    if sets is not None and sets.shape != table.shape[:1]:
+        raise MetricError(
+            f"sets name the set of each of the {len(table)} prompts; got the shape {(*sets.shape,)}"
+        )
     given = Contributions({"correct": table}, sets)
     if resamples:
         warn_if_few_units(given.sets)

@@ -33,10 +33,8 @@ def aucroc(
     rounding: float = 0.0,
     smallest: float = 0.0,
 ) -> Float[Tensor, " series"]:
-    """AUCROC of class scores from 0 up, a row of zeros as uniform; NaN with fewer than two classes.
-
-    Scores that differ by at most the share ``rounding``, or by ``smallest``, count as equal.
-    """
+    """AUCROC of class scores from 0 up, a row of zeros as uniform; NaN if there is one class."""
+    # Scores that differ by at most the share ``rounding``, or by ``smallest``, count as equal.
     present = predicted.unique()
     if len(present) < 2:
         return scores.new_full(scores.shape[:1], torch.nan)
@@ -126,17 +124,15 @@ class AttentionAUCROCRecord(Record):
             label words determines the predicted label.
         r: R_l, the part of the summed excess over 0.5 reached up to layer l; 1 in the last layer.
             NaN where the total is not positive. A steep rise means that the layer contributes much.
-        deep_aucroc: Mean of ``aucroc`` over the deep layers (the last third), from 0 to 1; 0.5 is
-            chance. About 0.8 in the paper.
+        deep_aucroc: Mean of ``aucroc`` over the last third of the layers; about 0.8 in the paper.
         per_head: The same as ``aucroc``, from each head's attention alone.
-        kl: KL(label probabilities || attention to the label words as shares), in nats, from 0 up.
-            Low means that the attention is close to the probabilities; above ``uniform_kl`` it
-            misleads. Infinite where a likely label word gets no attention (a sliding window).
+        kl: KL(label probabilities || shares of the attention to label words), in nats, from 0 up.
+            Low means that the two are close; above ``uniform_kl`` the attention misleads. Infinite
+            where a likely label word gets none (a sliding window).
         uniform_kl: The KL if attention is alike for all classes: the control of ``kl``.
         calibration: By how much the probability of a class is higher where its share of the
-            attention is higher by 1. At 1 attention is calibrated; above 1 it is too even, from 0
-            to 1 too sharp, below 0 it points away from the likely classes. NaN where it is alike
-            for all classes in all prompts.
+            attention is higher by 1: 1 is calibrated, above 1 too even, from 0 to 1 too sharp;
+            below 0 attention points away from likely classes. NaN where it is always uniform.
     """
 
     aucroc: Float[Tensor, " layer"] = kinds.auc(lambda of_set: of_set.once(_aucroc)[:, 0])
@@ -192,19 +188,19 @@ class AttentionAUCROC(Metric):
     {\sum\limits_{i} (\text{AUCROC}_i - 0.5)}
     $$
 
-    Classes that are never predicted are left out. If two remain, the raw score of the second is
-    used. Else scores are divided by their sum (alike for all classes where no anchor has
-    attention), and the AUCROC is one-vs-one, macro. It is averaged over sets of demonstrations,
-    then R_l is computed ([sets with fewer than 10 prompts are pooled][intervals]). With one
-    predicted class it is NaN, with a warning.
+    Classes that are never predicted are left out. Of two, the raw score of the second is used; of
+    more, scores are divided by their sum (alike for all classes where no anchor has attention), and
+    the AUCROC is one-vs-one, macro. It is averaged over sets of demonstrations ([those with fewer
+    than 10 prompts are pooled][intervals]), then R_l is computed. With one predicted class it is
+    NaN, with a warning.
 
     Scores that differ by less than a rounding count as equal (1e-5 of their size in float32, 1e-12
     in float64, in bfloat16 and float16 one rounding and, for tiny attention, the smallest number of
     the type for each label word), shares by twice as much. So a head that gives every prompt the
     same shares, as in a first layer, has 0.5.
 
-    Equation 6 takes the shares $a$ of the attention for the probabilities $P$ of the label words.
-    With means over prompts, and the number $C$ of classes:
+    Equation 6 takes the shares $a$ of the attention for the probabilities $P$ of label words. With
+    means over prompts, and $C$ classes:
 
     $$
     a_\ell(c) = \frac{s_\ell(c)}{\sum_{c'} s_\ell(c')} \qquad
@@ -222,19 +218,18 @@ class AttentionAUCROC(Metric):
         chance. KL 0 or more; the slope any number.
 
     How to read:
-        R rises steeply where attention to label words tells the prediction. The paper expects this
-        in the middle and deep layers. There KL should be well below its control, and the slope 1.
+        R rises steeply where attention to label words tells the prediction, in the paper in middle
+        and deep layers. There KL should be well below its control, and the slope 1.
 
     Pitfalls:
         Below 0.5 the target attends *less* to the label word that it predicts: a finding too. A
         class that is predicted once makes pairs of few prompts: read the interval. Attention that
-        is the same in all prompts has a low KL and a slope of 1 if it follows how likely each class
-        is on average: AUCROC tells whether it follows the prompts. Heads are added first, so that a
+        is the same in all prompts has a low KL and a slope of 1 if it follows the mean of the
+        probabilities; AUCROC tells whether it follows the prompts. Heads are added first, so that a
         single calibrated head does not show.
 
     Source:
-        Section 2.3, Figure 5; R is equation 5. Equation 6 is in section 3.1; the paper gives no
-        numbers for it.
+        Section 2.3, Figure 5; R is equation 5. Equation 6 is in section 3.1, without numbers.
 
     Examples:
         >>> results = al.run(model, batches, [al.AttentionAUCROC()], progress=False)

@@ -46,10 +46,9 @@ def key_distances(
 ) -> Float[Tensor, "layer class class"]:
     """Distances of keys along the main directions of the queries, over each layer's largest.
 
-    With the centred queries X = U S V^T, ``s_i v_i^T k = u_i^T X k``: U comes from the small matrix
-    X X^T, and neither V nor a division by a singular value is needed. NaN in a layer where all
-    queries are equal up to rounding: only noise has a direction there.
+    NaN in a layer where all queries are equal up to rounding: only noise has a direction there.
     """
+    # With the centred queries X = U S V^T, ``s_i v_i^T k = u_i^T X k``: U is of the small X X^T.
     centred = (queries - queries.mean(0)).double().transpose(0, 1)
     _, vectors = torch.linalg.eigh(centred @ centred.mT)  # in ascending order of s squared
     main = vectors[..., -directions:]
@@ -162,17 +161,16 @@ class AnchorDistancesRecord(Record):
     """Predicted and actual confusion of the classes (section 3.3). In both, low means confused.
 
     Attributes:
-        anchor_distance: Distance between the label words' keys along the main directions of the
-            queries, over the largest of the layer: from 0 to 1. The predicted confusion. NaN, with
-            a warning, in a layer whose queries are all the same (the first layer with ALiBi, or
-            where all prompts have the same length).
-        pair_auc: AUC-ROC of p_a / (p_a + p_b) among prompts whose true class is a or b, from 0 to
-            1; 0.5 means that the model cannot tell them apart. NaN on the diagonal and for pairs
-            without prompts. The actual confusion.
+        anchor_distance: Predicted confusion: distance of the label words' keys along the main
+            directions of the queries, over the largest of the layer, from 0 to 1. NaN, with a
+            warning, where all queries are the same (a first layer with ALiBi or prompts of one
+            length).
+        pair_auc: Actual confusion: AUC-ROC of p_a / (p_a + p_b) among prompts of true class a or b,
+            from 0 to 1; 0.5 is chance. NaN on the diagonal and for pairs without prompts.
         correlation: Spearman correlation of the two over pairs of classes, from -1 to 1; high
             means that key distance predicts confusion. NaN with fewer than three pairs.
-        position_correlation: Spearman correlation of anchor_distance with the distance in position
-            of the label words, which is large on rotary models in any case.
+        position_correlation: That of anchor_distance with the label words' distance in position,
+            which is large on rotary models in any case.
         accuracy: Share of prompts whose predicted label is true, from 0 to 1.
         queries_per_class: Number of prompts whose true class it is.
         default_layer: The layer to read: at two thirds of the depth (the paper's 32 of 48), never
@@ -231,9 +229,8 @@ class AnchorDistances(Metric):
     r"""Distances of the label words' keys along the main directions of the queries (section 3.3).
 
     A query is that of the target, with all heads concatenated. PCA of the centred queries of all
-    prompts gives the first ``directions`` directions v_i with singular values sigma_i, on which the
-    label words' keys are projected. The distance of two classes is divided by the largest of the
-    layer:
+    prompts gives directions v_i with singular values sigma_i, on which the label words' keys are
+    projected. The distance of two classes is divided by the largest of the layer:
 
     $$
     \hat{k}_i = \sigma_i \, v_i^\top k
@@ -252,8 +249,8 @@ class AnchorDistances(Metric):
         Both 0 to 1. A distance is 0 on the diagonal, and 1 for the farthest pair of each layer.
 
     How to read:
-        In both, low means confused; an AUC of 0.5 means that the model cannot tell the two classes
-        apart. Read ``default_layer``, which is not chosen by how well the two correlate.
+        In both, low means confused; an AUC of 0.5 is chance. Read ``default_layer``, which is not
+        chosen by how well the two correlate.
 
     Pitfalls:
         On models with rotary embeddings the distance of two keys also grows with the distance of
@@ -285,8 +282,8 @@ class AnchorDistances(Metric):
         least = MANY_PROMPTS if several else 2
         if small < max(self.directions + 1, least):
             raise MetricError(
-                f"anchor distances need more prompts than directions ({self.directions}), along "
-                "which queries differ most, in each set of demonstrations"
+                f"anchor distances need more prompts than directions ({self.directions}) in each "
+                "set of demonstrations"
                 + (f", and at least {least} as there are several sets" if several else "")
                 + f", but one has {small}; use more queries for each set"
                 + (f", or AnchorDistances(directions={small - 1})" if small >= least else "")
@@ -327,8 +324,7 @@ class AnchorDistances(Metric):
         if flat:
             warn_user(
                 f"in layers {flat} all prompts have the same query at the target, as in a first "
-                "layer where prompts are of one length or positions do not enter the query, so "
-                "that no distance is defined: NaN"
+                "layer of prompts of one length, so that no distance is defined: NaN"
             )
         if record.pair_auc.triu(1).isnan().any():
             warn_user(

@@ -1,7 +1,6 @@
 """A * dL/dA, or another weight of attention edges, summed over sets of edges.
 
-1. A and dL/dA are cut into a few query rows, in float32 or wider (``row_pieces``): with thousands
-   of tokens the pattern of one layer takes gigabytes, so it is never copied.
+1. A and dL/dA come in a few query rows, in float32 or wider: a whole pattern may take gigabytes.
 2. A weight makes of them a number for each edge, merged over heads and of each head (``weights``).
 3. These are summed over the edges of each set, or from each segment to each (``EdgeSums``).
 """
@@ -317,8 +316,7 @@ def not_finite(weight: Callable[..., Any], is_finite: bool) -> NotFiniteError | 
         )
     return MetricError(
         f"the weight {name_of(weight)} gives NaN or infinite numbers for some edges; give a finite "
-        "number for each. A pattern is exactly 0 at tokens that a head cannot read, so that a "
-        "logarithm or a quotient needs its own number there (as torch.xlogy has)"
+        "one for each, also where A is exactly 0, at tokens that a head cannot read (torch.xlogy)"
     )
 
 
@@ -339,8 +337,8 @@ def flows(
 ) -> Float[Tensor, " batch"]:
     """The mean weight of a set of edges in one layer, from its pattern and its gradient alone.
 
-    With the saliency ``| sum_h A_h dL/dA_h |``, in nats from 0 up, these are S_wp, S_pq and S_ww of
-    Wang et al. (2023), equations 2 to 4. High means that the loss depends on what passes there.
+    With the saliency, in nats from 0 up, these are S_wp, S_pq and S_ww of Wang et al. (2023),
+    equations 2 to 4. High means that the loss depends on what passes there.
 
     Args:
         pattern: A, the attention after the softmax.
@@ -352,7 +350,7 @@ def flows(
         A number for each prompt; NaN where it has no such edge.
 
     Raises:
-        MetricError: The shapes differ, edges are not True and False, the weight needs values, or it
+        MetricError: Shapes differ, edges are not True and False, or the weight needs values or
             gives no finite number for each edge.
         NotFiniteError: The gradient is NaN or infinite.
 

@@ -34,16 +34,6 @@ _LEGEND = (
     "copy: label word to the token before it",
 )
 _OF_CLASSES = ("correct", "predicted")  # their threshold is divided by the number of classes
-Choices = Float[Tensor, "batch choice layer head anchor"]  # of positions: label words, draws
-
-
-def scores_of(
-    read: Choices, copy: Choices, classes: Int[Tensor, "batch anchor"], *of: Int[Tensor, " batch"]
-) -> Float[Tensor, "batch choice layer head score"]:
-    """The scores, in the order of SCORES; ``of`` is the true class, then the predicted one."""
-    signs = (2 * (classes == each[:, None]).long() - 1 for each in of)
-    of_classes = (read * sign[:, None, None, None] for sign in signs)
-    return torch.stack([*(each.sum(-1) for each in (read, *of_classes)), copy.mean(-1)], dim=-1)
 
 
 def _above(name: str, contributions: Contributions) -> Float[Tensor, "prompt *axes score"]:
@@ -68,8 +58,7 @@ class LabelHeadsRecord(Record):
         random_scores: ``scores`` with random positions in place of label words, mean over draws.
         random_share: ``share`` with these. As high as ``share`` where label words are not special.
         random_heads: ``heads`` with these.
-        gap: ``heads`` minus ``random_heads``. Above 0 where heads of the layer attend to label
-            words, or from them, more than to other words of the demonstrations.
+        gap: ``heads`` minus ``random_heads``: above 0 where label words are special.
     """
 
     scores: Float[Tensor, "layer head score"] = mean(lambda of_set: of_set["scores"].double())
@@ -137,23 +126,23 @@ class LabelHeads(Metric):
     $$
 
     with the true label y; ``predicted`` is the same with the label that the model predicts. The
-    token before a label word ends its demonstration (the source's forerunner token): a head that
-    reads it there can copy the demonstration into the label word.
+    token before a label word ends its demonstration (the source's forerunner token), which a head
+    that reads it there can copy into the label word.
 
     With n the number of tokens up to the target and C that of classes, a head counts in a prompt if
     its score is above 5/n (read and copy) or 5/(n C) (correct and predicted). 1/n is the weight of
-    each token where the target reads all tokens alike. The same is computed with as many random
-    positions, the k-th with the class of the k-th label word. They are drawn from texts and format
-    of the demonstrations after their first label word.
+    each token where the target reads all alike. The same is computed with as many random positions,
+    the k-th with the class of the k-th label word, drawn from texts and format of the
+    demonstrations after their first label word.
 
     Range:
         read, copy and ``share`` 0 to 1, correct and predicted -1 to 1; ``heads`` 0 to the heads of
         a layer, and ``gap`` as far on both sides of 0.
 
     How to read:
-        High read beside low random numbers: the head looks for label words. correct above 0: the
-        label words of the right class get more than all others together; with equal attention to
-        more than two classes it is below 0.
+        High read beside low random numbers: the head looks for label words. correct above 0: those
+        of the right class get more than all others together; with equal attention to more than two
+        classes it is below 0.
 
     Pitfalls:
         Rows near the beginning of a prompt have few tokens, and some heads always attend to the
@@ -166,12 +155,11 @@ class LabelHeads(Metric):
         Not in the paper. Cho et al., *Revisiting In-context Learning Inference Circuit in Large
         Language Models* (ICLR 2025) and its code, whose prompts end with a label word of the query:
         n is larger by it, and copy reads it alone. Here copy is the mean over the demonstrations'
-        label words. ``predicted`` and random positions in place of the label words are ours.
+        label words. ``predicted`` and random positions are ours.
 
     Args:
         times: The number 5 of the thresholds.
-        draws: Number of draws of random positions. A draw depends on the demonstrations alone and
-            is the same in all layers.
+        draws: Draws of random positions; each depends on the demonstrations alone.
 
     Raises:
         MetricError: ``times`` or ``draws`` is not above 0, queries have no true labels, a label
@@ -214,7 +202,10 @@ class LabelHeads(Metric):
             wide(rearrange(each, to_choices, anchor=batch.label_positions.shape[1]))
             for each in (seen["read"][:, :, :, 0], seen["copy"])
         )
-        values = scores_of(read, copy, batch.label_classes, gold, predicted)
+        signs = (2 * (batch.label_classes == of[:, None]).long() - 1 for of in (gold, predicted))
+        of_classes = (read * sign[:, None, None, None] for sign in signs)
+        sums = (each.sum(-1) for each in (read, *of_classes))
+        values = torch.stack([*sums, copy.mean(-1)], dim=-1)  # in the order of SCORES
         tokens = batch.up_to_target.sum(1).double()  # that the target can read, and itself
         classes = [len(batch.label_token_ids) if name in _OF_CLASSES else 1 for name in SCORES]
         return {

@@ -35,8 +35,8 @@ class LoyaltyRecord(Record):
             token) is unchanged, from 0 to 1; high means that the change matters little.
         word_loyalty: Mean Jaccard similarity of the most likely next tokens, from 0 to 1; 1 means
             that the same tokens are the most likely.
-        kl: Mean KL(clean || changed) of the next-token distributions, ``sum p log(p / q)``, in
-            nats, from 0 up; low means that the change matters little.
+        kl: Mean KL(clean || changed) of the next-token distributions, in nats, from 0 up; low means
+            that the change matters little.
         label_kept: 1 for each prompt whose label is unchanged, else 0.
         word_overlap: Jaccard similarity of each prompt.
         kl_per_prompt: KL divergence of each prompt, in nats.
@@ -90,8 +90,7 @@ class Loyalty(Metric):
 
     Pitfalls:
         If a model predicts one class for every query, label loyalty says little: read word loyalty
-        and KL too. Loyalty compares with the model's own answers and not with the truth: a run can
-        be loyal to wrong answers.
+        and KL too. A run can be loyal to wrong answers.
 
     Source:
         Section 2.2. The published code takes the 10 most likely words, the paper 5.
@@ -168,18 +167,17 @@ def _check_run(
         )
     if not logits.isfinite().all():
         raise MetricError(
-            "logits must be finite numbers, but some are NaN or infinite, which have no loyalty; "
-            "take them from a run with finite ones (al.target_logits refuses others)"
+            "logits must be finite, but some are NaN or infinite; al.target_logits refuses these"
         )
     ids, count = label_token_ids, logits.shape[1]
     if isinstance(ids, Verbalizer):
         ids = torch.tensor([token for row in ids.token_ids for token in row], device="cpu")
     is_row = holds_numbers(ids) and ids.ndim == 1 and 0 < len(ids) == len(set(ids.tolist()))
     if not is_row or not holds_integers(ids) or not ((ids >= 0) & (ids < count)).all():
+        got = ids.tolist() if holds_numbers(ids) else described(ids)
         raise MetricError(
             f"label_token_ids must be a row of different whole numbers from 0 to {count - 1}, the "
-            f"tokens of the logits; got {ids.tolist() if holds_numbers(ids) else described(ids)}; "
-            "PromptBatch.label_token_ids has this form"
+            f"tokens of the logits, as PromptBatch.label_token_ids is; got {got}"
         )
 
 
@@ -226,11 +224,10 @@ def loyalty_contributions(
     reference: NextTokens, changed: NextTokens
 ) -> dict[str, Float[Tensor, " batch"]]:
     """What each prompt contributes to loyalty, on the CPU."""
-    if reference.logits.shape != changed.logits.shape:
-        raise MetricError(
-            "both runs must have the shape (batch, vocab); got "
-            f"{tuple(reference.logits.shape)} and {tuple(changed.logits.shape)}"
-        )
+    shapes = tuple(reference.logits.shape), tuple(changed.logits.shape)
+    if shapes[0] != shapes[1]:
+        got = " and ".join(map(str, shapes))
+        raise MetricError(f"both runs must have the shape (batch, vocab); got {got}")
     common = (reference.top[:, :, None] == changed.top[:, None, :]).sum((1, 2))
     # Row by row: float64 copies of a batch with 262,144 tokens take longer than the sum.
     rows = zip(reference.probs, reference.logits, changed.logits, strict=True)

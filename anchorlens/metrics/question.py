@@ -37,8 +37,8 @@ class Further:
     Attributes:
         hooks: Functions of the batch to hooks of such passes. Of functions that differ only in
             numbers, one is enough. In bfloat16 and float16 others than these must act natively.
-        layers: The layers in which such hooks first act. Their passes start with what the clean
-            run gave out before these layers, where that gives the same logits.
+        layers: Those in which such hooks first act. Their passes start with what the clean run gave
+            out before them, where that gives the same logits.
         metrics: What observes one more pass, which has ``loss`` where a metric needs a gradient.
         loss: Function of (logits, batch) to one number a prompt.
     """
@@ -113,8 +113,7 @@ class Question(InOneLine, ABC):
     def of_batch(self, passes: Any, batch: PromptBatch) -> dict[str, Tensor]:
         """What each prompt contributes: tensors [prompt, ...] by name.
 
-        ``passes`` are those over this batch of whole prompts (``Passes``): ``clean``, ``logits``
-        with hooks, ``logits_at`` other positions; and the ``model``.
+        ``passes`` over whole prompts have ``clean``, ``logits``, ``logits_at`` and the ``model``.
         """
 
     def stored_as(self) -> Any:
@@ -124,8 +123,7 @@ class Question(InOneLine, ABC):
     def once(self, passes: Any, contributions: Mapping[str, Tensor]) -> Mapping[str, Any]:
         """What is known after the last batch and is no contribution of a prompt.
 
-        Under ``info`` what the numbers of the record describe, and by name what ``result`` takes
-        besides contributions, such as seconds.
+        It has by name what ``result`` takes besides contributions, and ``info`` of the record.
         """
         return {}
 
@@ -137,9 +135,8 @@ class Question(InOneLine, ABC):
 class Metric(Question):
     """What every metric inherits from; usually a frozen dataclass whose fields are its options.
 
-    A metric needs a ``name``, ``contributions`` and a ``record`` (see ``al.Question``), and says in
-    ``reads`` what of the pass it reads. It has no state, and knows neither the model nor how it is
-    run.
+    A metric is an ``al.Question`` with ``contributions`` in place of ``of_batch``; ``reads`` says
+    what of the pass it reads. It knows neither the model nor how it is run.
 
     Examples:
         >>> from dataclasses import dataclass

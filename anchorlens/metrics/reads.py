@@ -78,19 +78,17 @@ class At(_OfAPass):
 
     The metric gets [batch, layer, head, query, key] of a pattern or slope ([batch, layer, head,
     pair] with ``pairs``), [batch, layer, head, position, d_head] of queries and keys, and [batch,
-    layer, position, ...] at a hook point. Layers that are narrower than others have zeros at the
-    end. Layers without attention are left out of what is read in the attention; in a record they
-    are NaN.
+    layer, position, ...] at a hook point; narrower layers have zeros at the end. Of the attention
+    layers without one are left out; in a record they are NaN.
 
     Queries and keys are those that the attention of a layer multiplies, however the run is made:
-    after norms, rotations, and what OPT and XGLM divide queries by. Other models multiply scores by
-    a number instead. Keys have as many heads as the model stores; query head h reads key head
-    ``h * key heads // query heads``. Where layers store different numbers (Gemma 4), each head is
-    repeated, so that this holds in every layer.
+    after norms, rotations, and what OPT and XGLM divide queries by (other models multiply scores).
+    Query head h reads key head ``h * key heads // query heads``: keys have as many heads as the
+    model stores, repeated where layers store different numbers (Gemma 4).
 
     Raises:
-        MetricError: There is no such thing to read, keys do not fit ``what`` or ``pairs``, or
-            prompts have different numbers of positions.
+        MetricError: ``what`` is not known, keys do not fit it or ``pairs``, or prompts have
+            different numbers of positions.
 
     Examples:
         >>> al.reads.At("pattern", al.edges.target, al.edges.anchors).needs
@@ -111,8 +109,8 @@ class At(_OfAPass):
             raise MetricError("pairs=True joins each query with a key; give keys")
         if self.what not in (*_OF_EDGES, QUERIES, KEYS) and "{}" not in self.what:
             raise MetricError(
-                f"what is read at positions is 'pattern', 'slope', 'queries', 'keys' or a hook "
-                f"point with {{}} for the layer, 'blocks.{{}}.hook_resid_post'; got {self.what!r}"
+                "what is read is 'pattern', 'slope', 'queries', 'keys' or a hook point with {} for "
+                f"the layer, 'blocks.{{}}.hook_resid_post'; got {self.what!r}"
             )
 
     @property
@@ -254,9 +252,9 @@ class Hooks(_OfAPass):
 
     Attributes:
         found: What the hooks fill, such as a dict; the metric gets it back.
-        hooks: Forward hooks. They must return None and change nothing in place; otherwise an error
-            names the metric. With ``gradient_checkpointing=True`` those inside blocks observe when
-            a block runs again, and their tensors have no graph.
+        hooks: Forward hooks, which must return None and change nothing in place. With
+            ``gradient_checkpointing=True`` those inside blocks observe when a block runs again, and
+            their tensors have no graph.
         backward_hooks: Hooks on the gradient of a hook point's output.
 
     Examples:

@@ -55,9 +55,8 @@ class SaliencyFlowsRecord(Record):
         flows: Mean saliency of the edges of each flow, in nats; mean over the prompts with such
             edges, then over sets of demonstrations (pooled where a set has fewer than 10 prompts).
             High means that the loss depends on what passes there. NaN where no prompt has one.
-        share: Each flow's part of the layer's sum of flows, from 0 to 1; shares of a layer sum to 1
-            (the paper's Figure 3). Mean over the sets of demonstrations in which no flow is NaN.
-            NaN in layers where a flow is below 0, as those of a signed weight may be.
+        share: Each flow's part of the layer's sum of flows, from 0 to 1 (the paper's Figure 3);
+            mean over sets in which no flow is NaN. NaN where a signed flow is below 0.
         tq: Mean saliency of the edges from the target to anything but label words, S_tq.
         pq_over_tq: S_pq / S_tq, from 0 up, but for chance in few prompts. About 1 means that label
             words are read no more than other words.
@@ -66,8 +65,8 @@ class SaliencyFlowsRecord(Record):
         share_change: deep_share minus shallow_share, from -1 to 1, without the bias of few prompts,
             as the ratios below. Below 0 for S_wp and above 0 for S_pq as in the paper.
         deep_pq_over_tq: Median of S_pq / S_tq over the deep layers, from 0 up.
-        over_ww: Median over all layers of each flow over S_ww, from 0 up: above 1 where the flow
-            surpasses S_ww in more than half of the layers. NaN where S_ww is not among the flows.
+        over_ww: Median over all layers of each flow over S_ww, from 0 up: above 1 where it is the
+            larger in most layers. NaN without S_ww.
         per_head: Mean of ``|A_h * dL/dA_h|`` over the edges of each flow. Does not sum to flows.
         per_prompt: The flows of each prompt; NaN where it has no such edge.
     """
@@ -109,8 +108,7 @@ class SaliencyFlowsRecord(Record):
     def plot(self) -> go.Figure:
         """S_pq / S_tq, each flow's share (the paper's Figure 3), and their sum, by layer.
 
-        Hatched bands are the same flows in models of the same architecture with random weights,
-        where ``analyse`` has drawn them.
+        Hatched bands are the same in models with random weights, where ``analyse`` has drawn them.
         """
         names = self.axis_names("flow") or ()
         read = plots.lines(
@@ -161,8 +159,8 @@ class SaliencyFlows(EdgeFlows):
     | S_ww | all other (i, j) with j < i | what flows between all other words |
     | S_tq | from q to all but the label words | what the target takes from other tokens |
 
-    The diagonal and padding belong to no flow. Edges outside a sliding window count as zeros, which
-    they are. ``share`` is a flow's part of the three in its layer:
+    The diagonal and padding belong to no flow. Edges outside a sliding window count as zeros.
+    ``share`` is a flow's part of the three in its layer:
 
     $$
     \text{share}_C(\ell) = \frac{S_C(\ell)}{S_{wp}(\ell) + S_{pq}(\ell) + S_{ww}(\ell)}
@@ -177,26 +175,24 @@ class SaliencyFlows(EdgeFlows):
         words collect) and of S_pq in deep layers (the target reads them).
 
     Pitfalls:
-        A share is a part of the sum of three *means*, and not of all saliency: S_ww is the mean
-        over hundreds of times more edges than S_pq. The loss is computed at the target, so edges
-        into it are salient in any model: with random weights the share of S_pq is above nine tenths
-        in every layer, and shows nothing. S_tq, which is not in the paper, is its baseline.
+        A share is a part of the sum of three *means*, not of all saliency: S_ww is the mean over
+        hundreds of times more edges than S_pq. As the loss is at the target, edges into it are
+        salient in any model: with random weights the share of S_pq is above nine tenths in every
+        layer, and shows nothing. S_tq, which is not in the paper, is its baseline.
 
     Source:
         Section 2.1, equations 2 to 4, Figure 3.
 
     Args:
-        edges: Other flows instead of these three: for each name a function of the batch that
-            returns its edges, as those in ``al.edges``. ``tq`` and ``pq_over_tq`` stay (NaN in
-            prompts without label words).
+        edges: Other flows instead of these three: by name functions of the batch to edges, as those
+            in ``al.edges``. ``tq`` and ``pq_over_tq`` stay (NaN without label words).
         weight: Function of (pattern, gradient) to a number for each edge; see ``al.weights``.
             ``al.weights.saliency_of_heads`` takes the absolute value before the sum over heads (the
             paper's footnote), the default after it (its published code).
         name: Key of the result; with another name several weights can be in a run.
 
     Raises:
-        MetricError: ``edges`` are no functions by name, or one returns no edges of the batch, from
-            tokens to earlier tokens.
+        MetricError: ``edges`` are no functions by name to edges from tokens to earlier ones.
 
     Examples:
         >>> to_first = al.SaliencyFlows(edges={"first": al.edges.from_first, "pq": al.edges.pq})

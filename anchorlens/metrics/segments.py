@@ -65,8 +65,7 @@ class SegmentFlowsRecord(Record):
     Attributes:
         flow: Mean weight of the edges from a query in the first segment to an earlier key in the
             second; for saliency in nats. High means that the loss depends on what passes there.
-            Mean over the prompts with such edges, then over sets of demonstrations; NaN where there
-            is none.
+            Mean over the prompts with such edges (NaN if there are none), then over sets.
         total: Sum of these weights in a prompt, 0 where there is no edge. Long segments have more.
         edges: Number of these edges in a prompt.
         flow_of_heads: The flow with the weight of each head alone. Does not sum to flow. NaN also
@@ -128,25 +127,22 @@ class SegmentFlows(OfSegments, EdgeFlows):
     Pitfalls:
         A total grows with the length of the segments, a flow does not. A few edges, such as those
         to BOS, can be most of either. The segment of the target reads itself: leave that cell out.
-        A flow says what the loss depends on, not that the model needs it: cut the edges
-        (``EdgeSweep``).
+        What the loss depends on, the model need not need: cut the edges (``EdgeSweep``).
 
     Source:
-        The saliency and its mean over edges are section 2.1. Segments of your own, other weights
-        and targets of several tokens are ours.
+        Section 2.1 has saliency and its mean over edges; own segments, weights and targets are
+        ours.
 
     Args:
-        segments: Names of segments of the prompts; or, for each name, a function of the batch to
-            positions, as those in ``al.edges``; by default all segments of the prompts. A
-            token is in one of them or in none.
+        segments: Names of segments of the prompts, all by default; or by name functions of the
+            batch to positions, as those in ``al.edges``. A token is in one of them or in none.
         weight: Function of (pattern, gradient) to a number for each edge; see ``al.weights``. One
             that also needs values, as ``al.weights.value_norm``, runs whole prompts.
         name: Key of the result; with another name several weights can be in a run.
 
     Raises:
-        MetricError: ``segments`` are no names and no functions by name, a function gives no
-            positions of the batch, a token is in two segments, or the weight gives no finite number
-            for each edge.
+        MetricError: ``segments`` are no names, and no functions by name to positions; a token is in
+            two; or the weight gives no finite number for each edge.
         PromptError: The prompts have no segment of a name.
 
     Examples:
@@ -164,10 +160,7 @@ class SegmentFlows(OfSegments, EdgeFlows):
         return SegmentFlowsRecord.of(contributions.with_each(flows_of_prompts), info=info)
 
     def segment_scores(self, contributions: Contributions) -> Float[Tensor, "prompt segment"]:
-        """What others read from each segment, summed over edges and layers: ``al.Faithfulness``.
-
-        High must mean that the segment helps, so give ``al.weights.helpful`` and not ``signed``.
-        """
+        """What others read of a segment, over edges and layers (``al.weights.helpful``)."""
         return read_by_others(contributions["sums"].double())
 
 
@@ -198,9 +191,8 @@ class SegmentAttentionRecord(Record):
     Attributes:
         attention: Mean attention from the tokens of the first segment to those of the second, from
             0 to 1; mean over the prompts with such edges, then over sets. NaN where there is none.
-        scores: The vertical score of a segment, from 0 to 1: mean attention that it gets from the
-            segments far after it. High means that much of the later text reads it. NaN for the
-            last segments, which have none far after them.
+        scores: The vertical score of a segment, from 0 to 1: mean attention from the segments far
+            after it (NaN without any). High means that much of the later text reads it.
         kurtosis: Fisher kurtosis of a head's scores over the segments of a prompt, from -2 up; mean
             over prompts, then over sets. High means that the head gathers on few segments of each
             text, which need not be the same ones. NaN where all scores are equal.
@@ -234,11 +226,10 @@ class SegmentAttention(OfSegments, EdgeFlows):
     \text{score}(b) = \underset{a \ge b + \text{apart}}{\text{mean}} \; M(a, b)
     $$
 
-    It needs no gradient. Segments are counted in their order in the batch, so give them in the
-    order of the text. The kurtosis is that of ``scipy.stats.kurtosis`` (Fisher, biased) over the
-    scores of a head in one prompt. It is averaged over prompts, as in the published code: sentence
-    3 of one text has nothing to do with sentence 3 of another, so a mean over texts would hide
-    receiver heads.
+    It needs no gradient. Give segments in the order of the text. The kurtosis is that of
+    ``scipy.stats.kurtosis`` (Fisher, biased) over the scores of a head in one prompt, averaged over
+    prompts, as in the published code: sentence 3 of one text has nothing to do with sentence 3 of
+    another, so a mean over texts would hide receiver heads.
 
     Range:
         Scores 0 to 1. Kurtosis -2 or more; with n scores it is at most about n - 5.
@@ -248,21 +239,21 @@ class SegmentAttention(OfSegments, EdgeFlows):
         the head gathers on few segments: a receiver head.
 
     Pitfalls:
-        Kurtosis does not say how much the head attends, so read the scores beside it; with few
-        segments it says little. The first segment holds the first token, which many heads attend to
-        whatever the text is. Attention is not influence: compare with flows, or cut the edges.
+        Kurtosis does not say how much the head attends: read the scores too. With few segments it
+        says little. The first token, in the first segment, gets attention whatever the text is.
+        Attention is not influence: compare with flows, or cut the edges.
 
     Source:
         Bogdan et al., *Thought Anchors* (2025).
 
     Args:
         segments: As in ``SegmentFlows``.
-        apart: How many segments later the attention must come from; 4 in the paper, where segments
-            are sentences. Nearer segments are read by most heads.
+        apart: How many segments later the attention must come from (4 sentences in the paper);
+            nearer segments are read by most heads.
 
     Raises:
-        MetricError: ``apart`` is no number from 1, or the prompts have no two segments so far
-            apart; or as ``SegmentFlows``.
+        MetricError: ``apart`` is below 1, or no two segments are so far apart; or as
+            ``SegmentFlows``.
 
     Examples:
         >>> metric = al.SegmentAttention(["text", "label", "target"], apart=1)
@@ -332,9 +323,7 @@ def rollout(
             f"prompts; got {tuple(patterns.shape)}"
         )
     if (patterns < 0).any():
-        raise MetricError(
-            "patterns must be attention after the softmax, from 0 to 1; some values are below 0"
-        )
+        raise MetricError("patterns are attention after the softmax, from 0 to 1; got some below 0")
     heads = wide(patterns).mean(-3)
     mixed = heads / 2 + torch.eye(patterns.shape[-1], dtype=heads.dtype, device=heads.device) / 2
     result = mixed[..., 0, :, :]
@@ -391,8 +380,7 @@ class SegmentRollout(OfSegments):
         0 to 1. Over segments that hold all tokens it sums to 1; with attention sinks to less.
 
     How to read:
-        A baseline: high means that much of the segment would arrive at the target if attention were
-        all that mixes tokens.
+        A baseline: high means that much would arrive if attention were all that mixes tokens.
 
     Pitfalls:
         It is the same whatever the model predicts, and values, norms and MLPs count for nothing.
@@ -404,8 +392,7 @@ class SegmentRollout(OfSegments):
 
     Args:
         segments: As in ``SegmentFlows``.
-        queries: Function of the batch to the positions from which it is computed, at least one in
-            each prompt; the mean over several of them.
+        queries: Function of the batch to positions from which it is computed; mean over several.
 
     Raises:
         MetricError: As ``SegmentFlows``, or a prompt has none of ``queries``.

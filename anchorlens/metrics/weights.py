@@ -59,10 +59,9 @@ def signed(pattern: Pattern, gradient: Pattern) -> EdgeWeights:
 
 @checked
 def helpful(pattern: Pattern, gradient: Pattern) -> EdgeWeights:
-    """``- sum_h A_h dL/dA_h``: in nats; above 0 where the attention lowers the loss.
+    """``- sum_h A_h dL/dA_h``, in nats: minus ``signed`` (see there).
 
-    Minus ``signed`` (see there), for where high should mean that a part of the prompt helps, as in
-    ``al.Faithfulness``.
+    For where high should mean that a part of the prompt helps, as in ``al.Faithfulness``.
     """
     return -signed(pattern, gradient)
 
@@ -90,8 +89,7 @@ class WithValues:
 
     The values are what each head would write into the residual stream for each key, before its
     attention weighs it: ``f_h(x_j) = (x_j W_V + b_V)_h W_O^h``, in float32 or wider. Summed over
-    keys with A, and over heads, they are the output of the attention without the bias of the output
-    projection.
+    keys with A, and over heads, they are the output of the attention without the bias of W_O.
 
     Examples:
         What passes along an edge in one direction of the residual stream.
@@ -128,13 +126,11 @@ def value_norm(pattern: Pattern, gradient: Pattern, values: Values) -> EdgeWeigh
     in the unit of the residual stream: compare within a layer. A key with a large A and short
     values, as the first token often is, gets a small weight. A tiny pass verifies that all vectors
     plus b_O are the output of the attention, and refuses models with a norm or another projection
-    in between (BitNet, DeepSeek V2 and V3, Gemma 4, JetMoe). A norm after the output, as in Gemma
-    2, is not in it. In a model that TransformerLens has processed, W_O is centred, and so are the
-    vectors. Prompts run whole.
+    in between (BitNet, DeepSeek V2 and V3, Gemma 4, JetMoe). A norm after the output (Gemma 2) is
+    not in it. A model that TransformerLens has processed has centred vectors. Prompts run whole.
 
     Pitfalls:
-        It says what arrives, not whether the loss depends on it: no target and no gradient is in
-        it, though the pass computes the gradient.
+        It says what arrives, not whether the loss depends on it: no target or gradient is in it.
 
     Source:
         Kobayashi et al., *Attention is Not Only a Weight* (EMNLP 2020).

@@ -107,10 +107,6 @@ class EdgeHook(BatchHook):
             return first is second
         return first is second or torch.equal(first, second)
 
-    @property
-    def cuts_scores(self) -> bool:
-        return self.renormalize and self.factors is None
-
     def in_heads(
         self, rows: slice, device: torch.device, n_heads: int
     ) -> Bool[Tensor, "batch _ query key"]:

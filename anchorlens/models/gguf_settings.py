@@ -86,8 +86,7 @@ _lock = RLock()  # the class that is replaced belongs to the process, so that a 
 def parsed_once(name: str) -> Iterator[None]:
     """Inside, all readers of a .gguf file are one, and all tables of its names for tensors.
 
-    transformers makes a reader each for configuration, tokenizer and weights, which parse the
-    vocabulary, and a table of all layers for each module. Both take most of the time.
+    transformers makes several readers, and a table for each module: most of the time.
     """
     if not name.endswith(".gguf"):
         yield

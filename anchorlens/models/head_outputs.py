@@ -35,8 +35,7 @@ from .kinds import cached_heads, modules_of
 from .model_state import ModuleHook
 from .tiny_pass import LEAF, logits_of, relative_difference, small_loss, tiny_passes, tiny_tokens
 
-# What is twice as large is so but for rounding. What stays the same changes little beside what
-# doubles, because a norm adds a small number to its divisor.
+# What doubles does so but for rounding; what stays changes little: a norm adds to its divisor.
 _DOUBLED, _SAME = 1e-2, 0.1
 
 
@@ -204,11 +203,9 @@ def no_norm(inputs: Tensor) -> LinearNorm:
 
 @fact
 def norms_after(model: HookedModel) -> dict[int, int]:
-    """By layer the norm that takes the scale of its pattern away, if any: its number in modules_of.
-
-    In one pass over equal rows, each layer's pattern is doubled in one row and 0 in another.
-    Doubling must change little beside 0: in the logits, and what a norm makes of twice as much.
-    """
+    """By layer the norm that takes the scale of its pattern away: its number in modules_of."""
+    # In one pass over equal rows, each layer's pattern is doubled in one row and 0 in another.
+    # Doubling must change little beside 0: in the logits, and what a norm makes of twice as much.
     n_layers, modules = model.cfg.n_layers, modules_of(model)
     count, attended, found = 1 + 2 * n_layers, list[int](), dict[int, int]()
 

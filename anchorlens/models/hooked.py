@@ -213,17 +213,13 @@ def check_fits(model: HookedModel, *batches: PromptBatch) -> None:
 
 
 def refuse_folded_value_biases(model: Any) -> None:
-    """Raise an error if the value biases are folded into the output bias, as they can be any time.
-
-    A head's value bias, times the sum of its row of the pattern, is a constant then.
-    """
-    # Folded biases are zero where those of queries and keys are not.
+    """Raise an error if value biases are folded, as they can be any time, into the output bias."""
+    # They are zero then where those of queries and keys are not.
     if _all_zero(model, "b_V") and not (_all_zero(model, "b_Q") and _all_zero(model, "b_K")):
         raise ModelError(
             "the value biases of this model are folded into its output bias, which changes values, "
             "outputs of heads, saliency, re-weighting and every edit of the pattern after the "
-            "softmax; load the model with al.load_model, or with fold_value_biases=False "
-            "(HookedTransformer.from_pretrained and enable_compatibility_mode take it)"
+            "softmax; use al.load_model, or fold_value_biases=False in TransformerLens"
         )
 
 

@@ -117,10 +117,7 @@ def inputs_with_cache(
     before: Bool[Tensor, "_ key"],
     start: Int[Tensor, "_ 1"] | int,
 ) -> tuple[dict[str, Any], Any]:
-    """Arguments of the model's forward for tokens after cached ones, and the new cache in them.
-
-    ``pairs`` are the keys and values of the tokens ``before``, and ``start`` is the next position.
-    """
+    """Arguments for tokens after those ``before``, of these keys and values, and the new cache."""
     if not is_bridge(model):
         from transformer_lens import TransformerLensKeyValueCache
 

@@ -129,7 +129,7 @@ def inputs_after(
 ) -> tuple[dict[str, Any], Any]:
     """Arguments of the model's forward for tokens after a prefix, and the cache in them.
 
-    In ``copies`` are then the keys and values of each prompt, which collect their own gradients.
+    ``copies`` get the keys and values of each prompt, which collect their own gradients.
     """
     if (facts := known_facts.get(model)) is not None and facts.why_no_cache:
         raise ModelError(facts.why_no_cache)

@@ -33,12 +33,11 @@ from .read_weights import (
     refuse_revision,
 )
 from .tiny_pass import (
-    in_a_line,
-    is_own_mistake,
     logits_of,
     n_tokens_of,
     relative_difference,
     rounding_of_passes,
+    said_by,
     tiny_passes,
 )
 from .verify_hooks import attends_to_later, verified_facts
@@ -88,8 +87,7 @@ def load_model(
             ``"auto"``, ``"balanced"``, ``"balanced_low_0"``, ``"sequential"``, one device, or the
             device of each module by its name. All weights stay in memory.
         dtype: Type of the weights; by default that in which they are stored.
-        revision: For a name on the hub a branch, tag or commit, such as a checkpoint of the
-            training; it becomes a part of the model's name (``name@revision``).
+        revision: A branch, tag or commit of a name on the hub, then called ``name@revision``.
 
     Returns:
         A ``TransformerBridge`` whose attention hooks were verified. ``model.tokenizer`` adds a BOS
@@ -134,14 +132,13 @@ def prepare_model(model: Model) -> Model:
     """Make a hooked model's attention hooks act, and verify it in one tiny pass.
 
     Afterwards edits and gradients at ``blocks.L.attn.hook_attn_scores`` and ``hook_pattern`` act in
-    plain ``run_with_hooks``, also in hooks that you write, once a pass. Where a
-    ``TransformerBridge`` would call the hooks too late (GPT-J, GPT-Neo, OPT and rarer
-    architectures), the ``forward`` of the attention is replaced, until ``restore_model`` undoes it.
+    plain ``run_with_hooks``, also in hooks that you write, once a pass. Where a bridge would call
+    the hooks too late (GPT-J, GPT-Neo, OPT and rarer architectures), the ``forward`` of the
+    attention is replaced, until ``restore_model`` undoes it.
 
     One forward and backward over three tokens verifies for every layer that an edit of the scores
-    reaches the pattern; that the pattern has the shape [batch, head, query, key], entries from 0 to
-    1, zeros for later keys, and rows that sum to at most 1; and that its gradient arrives and
-    equals that of a factor by which the pattern is multiplied.
+    reaches the pattern; that this has the shape [batch, head, query, key], entries from 0 to 1,
+    zeros for later keys, and rows that sum to at most 1; and that its gradient is right.
 
     Args:
         model: A ``TransformerBridge`` or ``HookedTransformer``. Preparing it again changes nothing.
@@ -277,9 +274,7 @@ def _boot(name: str, weights: Any, tokenizer: Any) -> Any:
         return build_bridge_from_module(weights, architecture, **options)
     except Exception as error:  # an unknown architecture, or an adapter that does not fit
         set_as_found()
-        if is_own_mistake(error):
-            raise
-        reason = in_a_line(error).partition(" Available architectures")[0]  # more than a hundred
+        reason = said_by(error).partition(" Available architectures")[0]  # more than a hundred
         if "torchvision" in reason:
             reason += " It has to be torchvision of the same build as your torch"
         raise ModelError(

@@ -1,9 +1,8 @@
 """Change a model for a while: freeze it, suspend the user's hooks, add hooks, replace methods.
 
-This is the only place that puts hooks on a model. ``model.hooks`` of TransformerLens removes those
-whose handles it has, but PyTorch stores a hook before it returns the handle, so that Ctrl-C in
-between leaves a hook that nothing removes. Here the tables of hooks are stored before the first
-change, and put back whole.
+No other place puts hooks on a model. ``model.hooks`` of TransformerLens removes those whose handles
+it has, but PyTorch stores a hook before it returns the handle: Ctrl-C in between would leave one.
+Here the tables of hooks are stored before the first change, and put back whole.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -29,8 +28,7 @@ HOOK_TABLES = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_
 
 # Lists of handles at hook points, which change when a hook is added.
 _HANDLES = ("fwd_hooks", "bwd_hooks")
-# What PyTorch sets with the first backward hook, and the last pattern, which the attention of some
-# bridges stores together with its graph.
+# What PyTorch sets with the first backward hook, and the last pattern, which some bridges store.
 _VALUES = ("_is_full_backward_hook", "_pattern")
 
 HookTable = dict[int, Callable[..., Any]]
@@ -45,8 +43,7 @@ _locks_lock = Lock()
 def frozen_in_eval_mode(model: Any) -> Iterator[None]:
     """Freeze parameters and switch dropout off; restore both afterwards, also after an error.
 
-    What torch does at each operation and which warnings are seen is restored too, because an
-    interrupt can skip the end of the contexts of torch and of other libraries inside.
+    So are the modes of torch and the warnings: an interrupt can skip the end of other contexts.
     """
     with _lock_of(model):  # threads take turns, because each would see the other's hooks and modes
         # The modules are listed once, because a bridge has thousands; eval() would walk them again.

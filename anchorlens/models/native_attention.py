@@ -1,10 +1,9 @@
 """Make the hook points act in attention modules that transformers computes itself.
 
-A ``TransformerBridge`` rebuilds the attention of most architectures step by step, with its hook
-points inside the computation. For some architectures transformers computes the attention, and the
-bridge calls the hook points afterwards, when an edit changes nothing. This file replaces the
-``forward`` of such a module: while it runs, the arguments and results of two functions (softmax and
-matrix product) pass through the hook points. The arithmetic stays that of transformers.
+A ``TransformerBridge`` rebuilds the attention of most architectures, with hook points inside. Where
+transformers computes it, the bridge calls the hook points afterwards, when an edit changes nothing.
+This file replaces the ``forward`` of such a module: while it runs, the arguments and results of two
+functions (softmax and matrix product) pass through the hook points; the arithmetic stays.
 
 From version 5.24 on, transformers gives the key-value cache to an attention as ``cache``, which
 attention that the bridge rebuilds does not know: it would store nothing. ``pass_cache`` renames it.
@@ -60,11 +59,11 @@ def wrap_operands(attention: Any) -> bool:
 
 def pass_cache(attention: Any) -> None:
     """Replace ``forward`` so that a bridge's attention knows the cache, by either name."""
-    if not isinstance(attention, _bridge_class()) or is_native(attention):
-        return
-    run = _replacement(attention) or type(attention).forward
-    if run is not _run_cached and ("forward" not in vars(attention) or run is _run_rebuilt):
-        _replace_forward(attention, _run_cached, run)
+    run = _replacement(attention)
+    if isinstance(attention, _bridge_class()) and (
+        run is _run_rebuilt or "forward" not in vars(attention)
+    ):
+        _replace_forward(attention, _run_cached, run or type(attention).forward)
 
 
 def tokens_run(hook: Any, keys: int) -> int:
@@ -183,10 +182,9 @@ def _showing_cache(attention: Any, kwargs: Any) -> SafeContext[None]:
 class _ThroughHooks(TorchFunctionMode):
     """Passes scores and pattern, and queries and keys before their product, through hook points.
 
-    Modules and hooks run inside the attention too. The number of modules that are being called,
-    one inside another, tells their calls from those of the attention itself. It is read from the
-    Python frames. PyTorch's module hooks cannot count it: global forward hooks run before a
-    module's own hooks, and hooks on each child would be seen by other threads and by the user.
+    Modules and hooks run inside the attention too. How many modules are being called, one inside
+    another, tells their calls from its own. It is read from the frames of Python: global hooks run
+    before a module's own, and hooks on each child would be seen by other threads and by the user.
     """
 
     def __init__(self, attention: Any, args: Any, kwargs: Any, is_native: bool) -> None:

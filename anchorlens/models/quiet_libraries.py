@@ -20,10 +20,7 @@ _HARMLESS = re.compile("deprecated|LOAD REPORT|Token indices sequence length")
 
 @safe_context
 def warnings_of_transformers() -> Iterator[None]:
-    """What transformers logs as a warning inside is a warning of ours afterwards.
-
-    It may decide numbers, as unknown settings do. TransformerLens, once imported, hides all of it.
-    """
+    """What transformers logs as a warning inside, which may decide numbers, is ours afterwards."""
     from transformers.utils import logging as of_transformers
 
     of_transformers.get_logger()  # at its first call it makes its handler

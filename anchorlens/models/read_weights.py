@@ -177,9 +177,8 @@ def _refuse_folder_without_model(folder: Path) -> None:
     if kind_of(folder / "config.json", ModelError):
         if has_adapter:
             raise ModelError(
-                f"{folder} has a model and an adapter of peft (adapter_config.json), which "
-                "transformers adds to it only where peft is installed: merge the adapter into the "
-                "model (merge_and_unload) and save that, or take its files out of the folder"
+                f"{folder} has a model and an adapter of peft (adapter_config.json): merge it into "
+                "the model (merge_and_unload) and save that, or take its files out of the folder"
             )
         return
     if gguf := paths_in(folder, "*.gguf", ModelError):

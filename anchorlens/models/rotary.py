@@ -31,8 +31,7 @@ def refuse_another_rotation(model: Any, cached: int, longest: int) -> None:
         raise PromptError(
             f"keys that were cached in a text of {cached} tokens cannot be used in a text of "
             f"{longest}: in texts of more than {switch} tokens this model rotates all positions "
-            "differently (longrope); use texts on one side (other demonstrations, shorter queries, "
-            "fewer tokens to write), or whole prompts (al.run, al.target_logits)"
+            "differently (longrope); use texts on one side, or whole prompts (al.run)"
         )
 
 

@@ -115,7 +115,7 @@ def logits_of(
     name = getattr(getattr(model, "cfg", None), "model_name", type(model).__name__)
     try:
         output = model(tokens, **inputs_without_cache(model, torch.ones_like(tokens).bool()))
-    except (AnchorlensError, torch.OutOfMemoryError):
+    except AnchorlensError:
         raise
     except Exception as error:  # XGLM in float64, OLMo 2 in bfloat16, Llama 4 with images
         if isinstance(error, TypeError) and "unexpected keyword argument" in str(error):
@@ -123,13 +123,12 @@ def logits_of(
                 f"the model in {name} cannot run a padded batch: {error}; its forward has to take "
                 "attention_mask, as the models of transformers do"
             ) from error
-        if is_own_mistake(error):
-            raise
+        said = said_by(error)
         dtype = str(next(model.parameters()).dtype).removeprefix("torch.")
         reason = _OF_ADAPTER if origin_of(error) == "transformer_lens" else _OF_MODEL
         if dtype != "float32":
             reason = f"use float32 (dtype=torch.float32); if that fails too, {reason}"
-        raise ModelError(f"{name} cannot run in {dtype}: {in_a_line(error)}; {reason}") from error
+        raise ModelError(f"{name} cannot run in {dtype}: {said}; {reason}") from error
     logits: Tensor = getattr(output, "logits", output)
     return logits
 
@@ -168,6 +167,13 @@ def in_a_line(error: BaseException) -> str:
     if text and isinstance(error, (ValueError, RuntimeError)):
         return text
     return f"{type(error).__name__}: {text}" if text else type(error).__name__
+
+
+def said_by(error: Exception) -> str:
+    """The same of an architecture; an error of memory, and an own mistake, are raised."""
+    if isinstance(error, torch.OutOfMemoryError) or is_own_mistake(error):
+        raise error
+    return in_a_line(error)
 
 
 def reason_of_failure(error: Exception, doing: str) -> str:

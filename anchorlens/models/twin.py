@@ -177,11 +177,8 @@ class Twin:
         return put_back(partial(suspend, self.is_suspended), partial(suspend, True))
 
     def why_not_now(self, model: Any) -> str:
-        """Why the twin may not run; empty if the model is as it was, and has no hooks of the user.
-
-        It is not where weights were trained, modules, settings or methods replaced: the bridge and
-        the model of transformers may hold copies of weights, of which only one was changed.
-        """
+        """Why the twin may not run; empty if the model is as it was, without hooks of the user."""
+        # The bridge and the model of transformers may hold copies, of which only one was changed.
         held = [*map(vars, self._modules())]
         hooks = _count_of_hooks(held)
         if hooks != self._hooks and not has_user_hooks(model):

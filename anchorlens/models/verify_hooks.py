@@ -32,22 +32,16 @@ from .hooked import (
 )
 from .kinds import QUERY_AND_KEY, pairs_in
 from .kv_cache import KeyValues, inputs_after, keys_and_values, prefix_of
-from .native_attention import (
-    pass_cache,
-    unwrap,
-    use_eager_attention,
-    wrap_attention,
-    wrap_operands,
-)
+from .native_attention import pass_cache, unwrap, use_eager_attention, wrap_attention, wrap_operands
 from .tiny_pass import (
     LEAF,
     TOKENS,
-    is_own_mistake,
     logits_of,
     n_tokens_of,
     reason_of_failure,
     relative_difference,
     rounding_of_passes,
+    said_by,
     shrunk_windows,
     small_loss,
     tiny_passes,
@@ -83,12 +77,8 @@ def verify_hooks(model: HookedModel) -> tuple[dict[int, str], tuple[Operands | N
         operands = tuple(map(found.get, range(model.cfg.n_layers)))
         try:
             small_loss(logits).backward()
-        except torch.OutOfMemoryError:
-            raise
         except Exception as error:  # of kernels that were written elsewhere
-            if is_own_mistake(error):
-                raise
-            raise ModelError(_no_backward(model, layers, error)) from error
+            raise ModelError(_no_backward(model, layers, said_by(error))) from error
     shape = (1, n_heads, length, length)
     faults = {number: _fault(layer, shape) for number, layer in layers.items()}
     return {number: fault for number, fault in faults.items() if fault}, operands
@@ -101,7 +91,12 @@ def verified_facts(model: Any) -> Facts:
     if others := layers_without_pattern(model):
         reason = f"layers {others} store no keys and values, but carry on a state of their own"
         return Facts(operands, reason, state=state_of(model))
-    reason, entries = verify_cached_step(model)
+    undo, reason = as_found(*((vars(block.attn), "forward") for block in model.blocks)), "unknown"
+    # The cache acts by either name; undone where the model does not continue from it either.
+    with put_back(lambda: undo() if reason else None):
+        for block in model.blocks:
+            pass_cache(block.attn)
+        reason, entries = cached_step(model)
     if not reason:
         operands = with_stored_heads(model, operands, entries)
     return Facts(operands, reason, entries, state=state_of(model))
@@ -248,14 +243,14 @@ def _fault(layer: _Layer, shape: tuple[int, ...]) -> str | None:
     return None
 
 
-def _no_backward(model: HookedModel, layers: Mapping[int, _Layer], error: Exception) -> str:
+def _no_backward(model: HookedModel, layers: Mapping[int, _Layer], said: str) -> str:
     factors = [layer.factor for layer in layers.values()]
     reached = [*(each is not None and each.grad is not None for each in factors), True].index(True)
     before, last = [-1, *layers][reached], reached == len(layers)
     after = "the logits" if last else f"that of layer {[*layers][reached]}"
     return (
         f"the backward pass of {model.cfg.model_name} fails between the attention of layer "
-        f"{before} and {after} ({str(error).partition(chr(10))[0]}); quantised weights often "
+        f"{before} and {after} ({said}); quantised weights often "
         "have no backward pass: load the model unquantised (dtype=torch.bfloat16)"
     )
 
@@ -273,17 +268,6 @@ def carries_beside_attention(model: HookedModel) -> bool:
     with tiny_passes(model, [(name, cut) for name in names_of_layers(model, scores_name)]):
         one, other = logits_of(model, tokens)[:, -1].float()
     return relative_difference(other, one) > rounding_of_passes(dtype_of(model))
-
-
-def verify_cached_step(model: Any) -> tuple[str, tuple[int, ...]]:
-    """Make the cache act by either name; see ``cached_step`` for what is returned."""
-    undo, reason = as_found(*((vars(block.attn), "forward") for block in model.blocks)), "unknown"
-    # Undone where the model does not continue from the cache either.
-    with put_back(lambda: undo() if reason else None):
-        for block in model.blocks:
-            pass_cache(block.attn)
-        reason, entries = cached_step(model)
-    return reason, entries
 
 
 def cached_step(model: HookedModel) -> tuple[str, tuple[int, ...]]:

@@ -52,10 +52,7 @@ class Checkpoints:
     times: dict[int, int] = field(default_factory=dict)  # that each block has run again
 
     def observers(self, hooks: Sequence[Hook]) -> list[Hook]:
-        """The same hooks, called when a block runs again, with tensors without a graph.
-
-        Through that graph no gradient goes, so that a hook on it would silently never be called.
-        """
+        """The same hooks, called when a block runs again, with tensors without the unused graph."""
         return [(name, partial(self._observe, observer)) for name, observer in hooks]
 
     def _observe(self, observer: Callable[..., Any], tensor: Tensor, hook: Any) -> Any:

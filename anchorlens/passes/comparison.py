@@ -26,12 +26,10 @@ from ..models.tiny_pass import reason_of_failure
 from ..system.devices import beside, on_one_device, sent, wide
 from .memory import is_out_of_memory
 
-# Of the largest logit, between a pass after a prefix and one of whole prompts. Both do the same
-# operations, so this holds in every type.
+# Of the largest logit, in every type: after a prefix and in whole prompts operations are the same.
 TOLERANCE = 1e-5
 _OF_SALIENCY = 1e-4  # of the largest saliency in its layer
-# Of the largest number that is read in its layer. In low precision it is mostly rounding, which
-# layers add up, so that only another scale is told from it.
+# Of the largest number that is read in its layer; in low precision only another scale is told.
 _READ, _LOW_READ = 1e-4, 0.5
 
 
@@ -105,8 +103,7 @@ def why_unlike(
 
 def tolerance(model: HookedModel, roundings: int = 16) -> float:
     """What may lie between the logits of other operations: a few roundings of the weights' type."""
-    # Whole patterns are rounded, and rows of one are not. Which of the two is nearer to a model in
-    # float32 depends on the model (docs/benchmarks.md).
+    # Whole patterns are rounded, and rows of one are not (docs/benchmarks.md).
     return max(TOLERANCE, roundings * torch.finfo(dtype_of(model)).eps)
 
 

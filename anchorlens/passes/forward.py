@@ -14,6 +14,7 @@ from torch import Tensor
 
 from ..errors import HookError, MetricError, NotFiniteError, PromptError
 from ..models.facts import fact, facts_of
+from ..models.head import head_in_float32
 from ..models.hooked import (
     Hook,
     HookedModel,
@@ -23,17 +24,25 @@ from ..models.hooked import (
     has_sinks,
     hooks_by_layer,
     refuse_folded_value_biases,
+    run_sent,
 )
 from ..models.kinds import inputs_without_cache
-from ..models.kv_cache import Graph, KeyValues, check_rotation, inputs_after, prefix_of
+from ..models.kv_cache import (
+    Graph,
+    KeyValues,
+    check_rotation,
+    inputs_after,
+    keys_and_values,
+    prefix_of,
+)
 from ..models.media_tokens import check_media_tokens, inputs_of_images, refuse_media_tokens
+from ..models.model_state import added_hooks
 from ..models.replaced_attention import Attend
 from ..prompts.batch import PromptBatch
 from ..system.checksum import row_sums
-from ..system.devices import holds_numbers, wide
+from ..system.devices import holds_numbers, sent, wide
 from ..system.texts import described
 from .blocks import BlockRuns, Checkpoints, Start, Starts
-from .continuations import log_probs_after
 from .loss_checks import continuations_of, refuse_other_losses, targets_of
 from .losses import LossOfBatch, WordCrossEntropy, columns_of
 from .running import UNEMBED, Inside, leaf_hook, running, twin_for
@@ -45,8 +54,7 @@ class Pass:
 
     A ``LossAtPositions`` gets the logits at its positions, a ``WordCrossEntropy`` log probabilities
     of texts after the prompts, and any other loss the logits at the targets. The gradient continues
-    through a prefix that has a graph. With ``gradient_checkpointing`` (see blocks.py) hooks
-    inside blocks act twice; observers are called once, with tensors without a graph.
+    through a prefix that has a graph. For ``gradient_checkpointing`` see blocks.py.
     """
 
     model: HookedModel
@@ -242,8 +250,7 @@ def run_prefix(
 ) -> KeyValues:
     """Keys and values of leading tokens (``batch.before(position)``), those of ``prefix`` first.
 
-    Any number of passes continue from them. ``backward_hooks`` are called in each of these that has
-    a loss, with the gradient [batch, ...] of its prompts at a hook point's output.
+    ``backward_hooks`` get the gradient of each pass that continues from them, [batch, ...].
     """
     facts_of(model)  # an error if it is not prepared
     refuse_media_tokens(model, batch)
@@ -327,10 +334,60 @@ def _losses(
     read = rows[:, :-1] if rows.shape[1] > 1 else logits
     if isinstance(loss, WordCrossEntropy):
         texts = loss.continuations(batch)
-        read = log_probs_after(described.model, batch, texts, logits, cache, described.prefix)
+        read = _log_probs_after(described.model, batch, texts, logits, cache, described.prefix)
     losses = loss(read, batch)
     refuse_other_losses(losses, len(rows))
     return losses
+
+
+def _log_probs_after(
+    model: HookedModel,
+    batch: PromptBatch,
+    texts: Int[Tensor, "class token"],
+    logits: Float[Tensor, "batch vocab"],
+    cache: Any,
+    prefix: KeyValues | None,
+) -> Float[Tensor, "batch class token"]:
+    """``log p(token | prompt, earlier tokens)`` of each text after the target of each prompt."""
+    is_token, tokens = texts >= 0, texts.clamp(min=0)
+    log_probs = logits.log_softmax(-1)[:, sent(tokens[:, 0], logits.device)][..., None]
+    if texts.shape[1] > 1:
+        prompts, count = len(batch), len(texts)
+        before = _up_to_targets(batch, cache, prefix, count)
+        rows = tokens.repeat(prompts, 1)
+        inputs, _ = inputs_after(model, is_token[:, :-1].repeat(prompts, 1), before)
+        with head_in_float32(model), added_hooks(model):
+            later = run_sent(model, model, rows[:, :-1], **inputs)
+        later = wide(later).log_softmax(-1)
+        at = sent(rows[:, 1:, None], later.device)
+        of_tokens = later.gather(2, at)[..., 0].unflatten(0, (prompts, count))
+        log_probs = torch.cat([log_probs, of_tokens], dim=2)
+    return log_probs.masked_fill(~sent(is_token, logits.device), 0.0)
+
+
+def _up_to_targets(
+    batch: PromptBatch, cache: Any, prefix: KeyValues | None, count: int
+) -> KeyValues:
+    """Keys and values up to each target, ``count`` times."""
+    # It comes last: distances may be counted in columns, so that no padding may follow it.
+    length = batch.tokens.shape[1]
+    columns = (batch.positions + batch.target_positions[:, None] + 1) % length
+    in_rows = batch.up_to_target[:, batch.query_rows].sum(1)
+    start = 0 if prefix is None else prefix.next_position
+
+    def rows_of(tensor: Tensor) -> Tensor:
+        index = sent(columns, tensor.device)[:, None, :, None]
+        moved = tensor.gather(2, index.expand(-1, tensor.shape[1], -1, tensor.shape[3]))
+        return moved.repeat_interleave(count, 0)
+
+    keys, values = keys_and_values(cache, length)
+    return KeyValues(
+        keys=tuple(map(rows_of, keys)),
+        values=tuple(map(rows_of, values)),
+        attention_mask=batch.up_to_target.gather(1, columns).repeat_interleave(count, 0),
+        next_position=(start + in_rows).repeat_interleave(count, 0),
+        text_length=int((start + in_rows).max()),
+    )
 
 
 def _differentiate(

@@ -142,7 +142,8 @@ def acts_when_fused(model: HookedModel, hook: Hook) -> bool:
     """Whether a hook inside the attention has its effect there without a pattern."""
     point, act = hook
     if isinstance(act, EdgeHook):
-        return act.cuts_scores and point in names_of_layers(model, scores_name)
+        cuts_scores = act.renormalize and act.factors is None
+        return cuts_scores and point in names_of_layers(model, scores_name)
     return isinstance(act, DetachedHeads) and point in names_of_layers(model, z_name)
 
 
@@ -216,8 +217,7 @@ class RowAttention(torch.autograd.Function):
 def output_of(query: Heads, key: SharedHeads, value: SharedHeads, terms: Terms) -> Heads:
     """z by a fused kernel, if one knows the terms: soft caps and sinks none does.
 
-    With a mask a few query rows at a time, because a kernel makes numbers of a whole mask, and
-    computes what no row sees.
+    With a mask a few query rows at a time: a kernel makes numbers of a mask, also for unseen keys.
     """
     how: dict[str, Any] = {"scale": terms.scale, "enable_gqa": query.shape[1] != key.shape[1]}
     has_kernel = terms.soft_cap is None and terms.sinks is None

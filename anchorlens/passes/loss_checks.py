@@ -40,10 +40,7 @@ def targets_of(loss: LossOfBatch | None, batch: PromptBatch) -> Int[Tensor, "bat
 def check_loss(
     loss: LossOfBatch, batches: Sequence[PromptBatch], model: HookedModel
 ) -> tuple[PromptBatch, Tensor]:
-    """Raise an error if a loss does not give one number a prompt for these batches.
-
-    Returned are prompts on which it was tried, several if a batch has, and logits of theirs.
-    """
+    """Prompts on which a loss was tried, several if a batch has, and logits; or an error."""
     device, tried = device_of(model), None
     if loss is label_cross_entropy:
         gold_of(*batches)
@@ -97,8 +94,7 @@ def check_gradient_of_loss(
         if gradient[0].any():
             return
     raise MetricError(
-        f"the loss {name_of(loss)} has no gradient: it is the same whatever the logits of a prompt "
-        "are, as a loss minus its mean over a batch of one prompt is"
+        f"the loss {name_of(loss)} has no gradient: it is the same whatever a prompt's logits are"
     )
 
 
@@ -108,8 +104,7 @@ def continuations_of(
     """The tokens of each text, or an error if the model cannot run them after the prompts."""
     if reason := facts_of(model).why_no_cache:
         raise ModelError(
-            f"{reason}: no words can run after the prompts; use a loss of the "
-            "prompts alone, such as al.losses.label_cross_entropy"
+            f"{reason}: no words can run after the prompts; use al.losses.label_cross_entropy"
         )
     texts, count = loss.continuations(batch), vocabulary_of(model)
     if texts.max() >= count:

@@ -37,8 +37,7 @@ def label_cross_entropy(
     score takes the place of the logit (``PromptBatch.label_scores``).
 
     Args:
-        logits: Next-token logits at the target positions.
-        batch: The prompts, with their true labels.
+        logits: Next-token logits at the targets of ``batch``, which has true labels.
 
     Raises:
         MetricError: The prompts have no true labels.
@@ -67,10 +66,7 @@ class LossAtPositions(Protocol):
     def __call__(
         self, logits: Float[Tensor, "batch target vocab"], batch: PromptBatch
     ) -> Float[Tensor, " batch"]:
-        """The loss of each prompt, from the rows of logits at its positions, in order.
-
-        Prompts with fewer positions than others repeat their last row; see ``columns_of``.
-        """
+        """The loss of each prompt, from logits at its positions, as ``columns_of`` orders them."""
         ...
 
 
@@ -145,8 +141,7 @@ class NextTokenCrossEntropy:
             row, position = wrong.nonzero()[0].tolist()
             raise MetricError(
                 f"a weight of the loss is at position {position} of prompt {int(batch.index[row])},"
-                " which is padding or the last token of its prompt; a position predicts the token "
-                "after it, so give weight 0 where none follows"
+                " which is padding or its last token, and predicts none; give weight 0 there"
             )
         return weights
 
@@ -160,9 +155,8 @@ def next_token_cross_entropy(weights: WeightsOfBatch) -> NextTokenCrossEntropy:
     saliencies of its terms add up. For a mean give weights that sum to 1.
 
     Args:
-        weights: Function of the batch to w: a number for each of its positions, or True and
-            False. A position with weight 0 is no target. Use the positions of the batch that it
-            gets, because padding is moved to the right.
+        weights: Function of the batch, as it runs padded on the right, to w: a number for each
+            position (0 is no target), or True and False.
 
     Returns:
         A loss for ``al.run`` and ``al.saliency``. It raises a MetricError if the weights do not fit
@@ -181,9 +175,8 @@ def next_token_cross_entropy(weights: WeightsOfBatch) -> NextTokenCrossEntropy:
 def span_cross_entropy(segment: str) -> NextTokenCrossEntropy:
     """A loss: cross entropy of all tokens of a segment, such as a written answer.
 
-    ``L = - sum log p(token t+1 | tokens up to t)`` over the tokens t+1 of the segment, in nats,
-    from 0 up; high means that the model does not expect this text. The first token of a prompt
-    follows none and does not count.
+    ``L = - sum log p(token t+1 | tokens up to t)`` over the tokens t+1 of the segment but the first
+    of a prompt, in nats, from 0 up; high means that the model does not expect this text.
 
     Args:
         segment: Name of a segment of the prompts, as in ``PromptBatch.segment_names``.
@@ -247,10 +240,9 @@ def word_cross_entropy(
     their own edges are in no metric, though the gradient goes through them, and hooks act before.
 
     Args:
-        words: The tokens of the label word of each class. By default those of the demonstrations;
-            ``PromptBatch.from_positions`` knows one token of each, so that you give them.
-        per_token: Divide each score by the number of tokens of its word, because longer words are
-            less likely.
+        words: The tokens of the label word of each class. By default those of the demonstrations,
+            which ``PromptBatch.from_positions`` does not know.
+        per_token: Divide each score by the tokens of its word, as longer words are less likely.
 
     Returns:
         A loss for ``al.run`` and ``al.saliency``. It raises a MetricError if the prompts have no
@@ -304,6 +296,6 @@ def gold_of(batch: PromptBatch, *others: PromptBatch) -> Int[Tensor, " batch"]:
         last = "answer" if batch.has_label_words else batch.segment_names[-1]
         raise MetricError(
             "the cross entropy of labels needs the true label of each query; give queries with "
-            f"labels (gold=...), or another loss, such as al.losses.span_cross_entropy({last!r})"
+            f"labels, or another loss: al.losses.span_cross_entropy({last!r}) for all tokens of it"
         )
     return batch.gold

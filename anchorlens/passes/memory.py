@@ -28,10 +28,7 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 
 def return_freed_memory() -> None:
-    """Return to the system what the C library of Linux keeps of tensors that were freed.
-
-    Its pieces become scattered over a long prompt, and would double the memory with checkpoints.
-    """
+    """Return what the C library of Linux keeps of freed tensors: it would double the memory."""
     _trim()(0)
 
 

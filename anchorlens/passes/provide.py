@@ -73,13 +73,10 @@ class Reader(Protocol):
 
 
 class Observation:
-    """What a question observes in a pass over a batch, after what was observed in shared tokens.
+    """What a question observes in a pass over a batch, after what was observed ``before`` it.
 
-    Args:
-        model: The model, or for caches that came without it its numbers of layers and heads.
-        columns: Those of the whole prompts that the pass runs; all by default.
-        before: What was observed in shared tokens.
-        trusted: Set when a batch has shown that no code of a user edits what it gets.
+    ``columns`` are those of the whole prompts that run, by default all. ``trusted`` is set when a
+    batch has shown that no code of a user edits what it gets.
     """
 
     def __init__(
@@ -120,11 +117,6 @@ class Observation:
         """What a question observes in the tokens before a batch, once for all prompts of a set."""
         one, columns = batch.whole().prompt(0), slice(0, batch.first_query)
         return cls(model, question, one, columns, trusted=trusted)
-
-    @property
-    def rows_are_enough(self) -> bool:
-        """Whether rows of A and dL/dA are enough for what reads patterns, in whole prompts."""
-        return not any(each.is_whole or VALUES in each.needs for each in self.of_rows)
 
     @property
     def why_whole(self) -> str:

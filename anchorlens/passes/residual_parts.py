@@ -33,7 +33,7 @@ from ..models.hooked import (
 from ..models.kinds import cached_heads, head_of, is_bridge
 from ..models.model_state import ModuleHook, added_hooks, replaced_methods
 from ..models.replaced_attention import Terms, attention_by
-from ..models.tiny_pass import in_a_line, is_own_mistake, relative_difference
+from ..models.tiny_pass import relative_difference, said_by
 from ..models.twin import twin_of
 from ..prompts.batch import PromptBatch
 from ..system.devices import wide
@@ -161,23 +161,15 @@ def residual_parts(
             for each, place in zip(operands, (*ours, ours[1]), strict=True)
         )
         _require_attention(of_queries.sum(0) @ of_keys.sum(0).mT, patterns[0], call.soft_cap)
-    except torch.OutOfMemoryError:
-        raise
     except Exception as error:  # an attention may compute scores in any other way
-        if is_own_mistake(error):
-            raise
-        reason = f"the scores of layer {layer} cannot be told apart by parts: {in_a_line(error)}"
+        reason = f"the scores of layer {layer} cannot be told apart by parts: {said_by(error)}"
         raise ModelError(f"{reason}; {_CURE}") from error
     directions, unknown = None, ""
     try:
         every = _directions(model, batch, call, norms, queries[:, 0])
         directions = every.cpu()[:, list(heads)]
-    except torch.OutOfMemoryError:
-        raise
     except Exception as error:
-        if is_own_mistake(error):
-            raise
-        unknown = in_a_line(error)
+        unknown = said_by(error)
     layers = [*layers, 2 * layer + 1]
     return ResidualParts(layers, of_queries, of_keys, of_values, patterns[0], directions, unknown)
 
@@ -185,10 +177,7 @@ def residual_parts(
 def _directions(
     model: Any, batch: PromptBatch, call: _Call, norms: FrozenNorms, queries: Int[Tensor, " batch"]
 ) -> Float[Tensor, "batch head d_value"]:
-    """The gradient of the answer's logit, minus the mean of the others, at the heads' output.
-
-    It goes past no later layer, and the last norm is held.
-    """
+    """The gradient of the answer's logit minus the mean; past no later layer, last norm held."""
     layer, seen = call.layer, call.seen
     if missing := [name for name in _given_out(layer) if name not in seen]:
         raise ModelError(f"the model has no hook point {missing[0]}")

@@ -130,10 +130,9 @@ def _gradients_of_steps(
     tensors: Sequence[Tensor],
     steps: Sequence[int],
 ) -> list[Tensor]:
-    """The gradients of the losses of some steps, [step, ...] for each tensor.
+    """The gradients of the losses of some steps, [step, ...] for each tensor, at once if they can.
 
-    Each loss depends on its own row before the unembedding alone, so that the vocabulary is gone
-    through once for all. One backward pass computes all steps where each operation allows it.
+    A loss depends on its own row before the unembedding alone: the vocabulary is gone through once.
     """
     numbers = torch.tensor(steps, device=rows.device)
     chosen = of_rows.new_zeros(len(steps), *rows.shape)

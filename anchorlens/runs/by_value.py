@@ -376,8 +376,7 @@ _WAYS: dict[type, Callable[[_Walk, Any], Any]] = {
 def _read_code(code: CodeType) -> tuple[str, list[tuple[str, Any]]]:
     """What a code does, in words, and what it names: constants, globals, attributes and more.
 
-    Not in it are texts that only describe, names of local variables, line numbers, and asserts
-    that do nothing but compare, which ``python -O`` leaves out.
+    Left out are descriptions, local names, line numbers, and asserts that only compare.
     """
     every = [each for each in dis.get_instructions(code) if each.opname not in _SILENT]
     kept = [each for each in every if each not in _asserts(every)]

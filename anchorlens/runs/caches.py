@@ -55,14 +55,12 @@ def from_caches(
 
     Args:
         metrics: Metrics of the package, or your own.
-        batches: The prompts of the passes. Their tokens must be those that you ran, also the
-            padding, which may be on any side.
+        batches: The prompts of the passes, with the tokens that you ran, padded on any side.
         passes: For each batch its logits and its cache, as ``model.run_with_cache`` returns them;
             a generator holds one cache at a time. The logits are those of all positions, or of the
             targets alone. The cache is an ``ActivationCache`` or a dict of tensors by hook point;
-            ``names_filter`` says which it must have. Metrics with a gradient need
-            ``blocks.0.attn.hook_pattern_grad`` and so on: the gradient of the loss summed over
-            prompts, not of its mean.
+            ``names_filter`` says which. Metrics with a gradient need that of the loss summed over
+            prompts, not of its mean: ``blocks.0.attn.hook_pattern_grad`` and so on.
         model: The prepared model of the passes, for metrics that depend on more than patterns and
             logits, such as ``AnchorDistances``.
         resamples: Bootstrap resamples for the 95 % intervals; 0 for none.
@@ -91,11 +89,12 @@ def from_caches(
     check_prompts(*batches)
     if model is not None:
         check_fits(model, *batches)
-        for metric in metrics:
-            metric.check(model, batches, changed=False)
+    for metric in metrics:
+        metric.check(_NoModel(metric.name) if model is None else model, batches, changed=False)
+        if model is not None:
             Observation(model, metric, batches[0]).check()
-    else:
-        _check_without_model(metrics, batches)
+        elif needs_of(reads_of(metric, batches[0])) & {QUERIES, KEYS, VALUES}:
+            raise _needs_model(metric.name)
     collected: list[dict[str, Tensor]] = []
     for number, (batch, given) in enumerate(zip_longest(batches, passes)):
         if batch is None or given is None:
@@ -123,8 +122,8 @@ def from_caches(
 def names_filter(metrics: Sequence[Question], model: HookedModel, batch: PromptBatch) -> list[str]:
     """The hook points that these metrics observe: what a cache for ``from_caches`` must have.
 
-    They are for ``run_with_cache(names_filter=...)`` and ``add_caching_hooks``. Those of gradients
-    are the same; with ``incl_bwd=True`` TransformerLens stores both.
+    They are for ``run_with_cache(names_filter=...)`` and ``add_caching_hooks``; with
+    ``incl_bwd=True`` TransformerLens stores the gradients there too.
 
     Raises:
         AnchorlensError: The batch does not fit the model or a metric.
@@ -155,8 +154,7 @@ def cache_of_attentions(
     Args:
         attentions: The pattern of each layer, after the softmax: ``output_attentions=True`` with
             ``attn_implementation="eager"``.
-        gradients: The gradient of the summed loss for each of them, as
-            ``torch.autograd.grad(loss.sum(), attentions)`` returns it.
+        gradients: Of the summed loss for each: ``torch.autograd.grad(loss.sum(), attentions)``.
 
     Raises:
         MetricError: A layer has no pattern, or there are more or fewer gradients.
@@ -255,10 +253,9 @@ class _GivenPass:
         tensor, forward = self.cache.get(name), self.cache.get(point)
         if not holds_numbers(tensor):
             cure = "store it: names_filter=al.caches.names_filter(metrics, model, batch)"
-            if suffix:
-                cure = (
-                    "store gradients too (incl_bwd=True), or add them to the dict under this name"
-                )
+            cure = (
+                "store gradients too (incl_bwd=True), or add them to the dict" if suffix else cure
+            )
             raise MetricError(
                 f"the cache of batch {self.number} has no {name!r}, which {owner} needs; {cure}"
             )
@@ -270,7 +267,7 @@ class _GivenPass:
         if not fits:
             raise PromptError(
                 f"{what} has the shape {shape}, but the batch has {size} prompts of {length} "
-                "positions; give each batch the cache of its own pass over the same tokens, "
+                "positions; give the cache of its own pass over the same tokens, "
                 "without a key-value cache and with its batch axis"
             )
         # NaN is outside too.
@@ -287,14 +284,6 @@ class _GivenPass:
                 "must come from one pass"
             )
         return tensor
-
-
-def _check_without_model(metrics: Sequence[Metric], batches: Sequence[PromptBatch]) -> None:
-    """Raise an error for what a metric checks in a model, or reads of one beside its cache."""
-    for metric in metrics:
-        metric.check(_NoModel(metric.name), batches, changed=False)
-        if needs_of(reads_of(metric, batches[0])) & {QUERIES, KEYS, VALUES}:
-            raise _needs_model(metric.name)
 
 
 def _sizes_in(cache: Mapping[str, Tensor]) -> Any:

@@ -174,9 +174,8 @@ def refuse_moved_hooks(
     """Raise an error for a user's own hooks, which may act where padding on the left was."""
     if any(_may_stay(*pair, hooks) for pair in zip(given, batches, strict=True)):
         raise HookError(
-            "prompts are run with their padding on the right, and these are padded on the left, so "
-            "that hooks of your own could act at other positions than you mean; give "
-            "[batch.padded_right() for batch in batches], and make the hooks of those"
+            "prompts are run with their padding on the right, and these are padded on the left, "
+            "where hooks of your own may act elsewhere; make both of batch.padded_right()"
         )
 
 

@@ -120,10 +120,7 @@ def _acting_hooks(known: Known) -> list[tuple[str, Any]]:
 def differences(
     stored: Mapping[str, str], now: Mapping[str, str], believe: Collection[str] = ()
 ) -> dict[str, bool]:
-    """The names of facts that differ, and of each whether it is believed to give equal numbers.
-
-    Versions that differ in the last number alone are, as stored batches are computed again.
-    """
+    """The names of facts that differ, and whether each is believed; patches of a version are."""
     return {
         name: name in believe
         or (name in PACKAGES and _up_to_patch(stored, name) == _up_to_patch(now, name) != [])
@@ -217,9 +214,8 @@ class NamedFunction:
 def named(name: str, function: Callable[..., Any]) -> NamedFunction:
     """The function under a name by which its stored results are believed.
 
-    Runs with a ``folder`` compare a function by its code, and by what that names. Where this cannot
-    be seen (NumPy, a file, another library), they compute all of it again. What you name is
-    compared by the name alone: equal names are the same function.
+    Runs with a ``folder`` compare a function by its code and what that names, or, where this cannot
+    be seen (NumPy, a file, another library), compute again. A named one is compared by its name.
 
     Pitfalls:
         Give another name with each change of the function, or of what it reads: numbers of the old
@@ -227,8 +223,7 @@ def named(name: str, function: Callable[..., Any]) -> NamedFunction:
 
     Args:
         name: A text of your own, such as "my score, 3".
-        function: What you would give: hooks, a loss, a score, an optimizer, a function of the
-            batch, or a part of the paper. It is called as it is.
+        function: Hooks, a loss, a score, an optimizer, a function of the batch, a part of a paper.
 
     Raises:
         ArgumentError: The name is empty, or what is named cannot be called.

@@ -124,9 +124,8 @@ class Passes:
     ) -> Float[Tensor, "batch vocab"]:
         """Logits at the targets of a batch, with the hooks of a function of the batch.
 
-        Whole prompts are run where hooks cannot act in the shared tokens once for all prompts. The
-        ``key`` stands for hooks that are the same for each batch of a set of demonstrations: under
-        it the keys and values of shared tokens are stored for the next batch. None stores none.
+        A ``key`` of hooks that are the same for each batch of a set of demonstrations stores keys
+        and values of shared tokens for the next one. Whole prompts run where these hooks differ.
         """
         try:
             hash(key)
@@ -244,7 +243,7 @@ class Passes:
         first = min((layer_of(point) for point, _ in acting), default=0)
         return self._run.starts.get(max((k for k in self._run.starts if k <= first), default=0))
 
-    def _of_run(self, batch: PromptBatch) -> "_PassOfRun":
+    def _of_run(self, batch: PromptBatch) -> _PassOfRun:
         """The pass of the run over a batch, which is made once for all questions about it."""
         if batch is not self._batch:  # other prompts, which no question reads
             return self._made(batch, [])
@@ -252,22 +251,9 @@ class Passes:
             self._run = self._made(batch, self._asked)
         return self._run
 
-    def _made(self, batch: PromptBatch, asked: Sequence[Question]) -> "_PassOfRun":
+    def _made(self, whole: PromptBatch, questions: Sequence[Question]) -> _PassOfRun:
         hooks = no_hooks if self.hooks is None else self.hooks
-        clean = None if self.hooks is None else self.logits(batch)
-        starts = Starts(self._late)
-        seen, logits = self._observe(batch, hooks, asked, starts if self._late else None)
-        observed = {each.question.name: each for each in seen}
-        return _PassOfRun(batch, logits, clean, observed, starts.found)
-
-    def _observe(
-        self,
-        whole: PromptBatch,
-        hooks: HooksOfBatch,
-        questions: Sequence[Question],
-        starts: Starts | None,
-    ) -> tuple[Sequence[Observation], Tensor]:
-        """What questions observe, and the logits."""
+        clean = None if self.hooks is None else self.logits(whole)
         batch, set_id = after_shared(whole, self.way.lengths_of_run)
         acting = () if hooks is no_hooks else hooks(batch)
         before: Sequence[Observation | None] = [None] * len(questions)
@@ -279,15 +265,17 @@ class Passes:
             Observation(self.model, question, whole, columns, shared, self._trusted)
             for question, shared in zip(questions, before, strict=True)
         ]
-        differentiates = any(each.needs_gradient for each in observations)
-        options: dict[str, Any] = {"loss": self.loss if differentiates else None, "starts": starts}
+        differentiates, starts = any(e.needs_gradient for e in observations), Starts(self._late)
+        options: dict[str, Any] = {"loss": self.loss if differentiates else None}
+        options |= {"starts": starts} if self._late else {}
         options |= self.way.read(observations)
         if prefix is None:
             logits = self.way.run(self.model, batch, hooks=acting, **options)
         else:
             logits = run_checked(self.model, batch, hooks=acting, prefix=prefix, **options)
             self._trusted_in_set.set()
-        return observations, logits
+        observed = {each.question.name: each for each in observations}
+        return _PassOfRun(whole, logits, clean, observed, starts.found)
 
     def _observed_in_set(
         self,

@@ -34,22 +34,20 @@ def run(
 ) -> Results:
     """Answer any number of questions: metrics of one pass over each batch, or of more passes.
 
-    Each batch needs one forward pass, one backward pass if a metric needs it, and the further
-    passes of those such as ``EdgeSweep``, which start from what the first pass has computed.
-    Demonstrations that prompts share run forward once, and batches only have the queries, if that
-    gives the same logits and gradients; ``info["shared_prefix"]`` of each record tells whether, and
-    otherwise the reason. Parameters are frozen and dropout is off during the run; afterwards both
-    are as before, and no hook is left. With hooks on names after the last block, all positions go
-    through the unembedding, which takes longer.
+    Each batch needs one forward pass, one backward pass if a metric needs it, and further passes of
+    questions such as ``EdgeSweep``, which start from what the first has computed. Demonstrations
+    that prompts share run once, if that gives the same logits and gradients
+    (``info["shared_prefix"]`` of each record tells whether, or the reason). Parameters are frozen
+    and dropout is off during the run; afterwards both are as before, and no hook is left. Hooks on
+    names after the last block take longer: all positions go through the unembedding then.
 
-    If accelerate made several processes, the batches are divided among them, and all get all
-    results.
+    If accelerate made several processes, they divide the batches, and all get all results.
 
     Args:
         model: A hooked model; its attention hooks are verified at first use.
         batches: Prompts from ``build_prompts``; batches of several calls may be joined.
-            Contributions of a result are in the order of the queries; those of joined calls are
-            sorted by set of demonstrations first.
+            Contributions are in the order of the queries; those of joined calls are sorted by set
+            of demonstrations first.
         questions: Metrics and questions of the package, or your own.
         hooks: Function of the batch, as it is run with its padding on the right, to hooks that
             change the run (``al.isolate_labels``, ...). They act before the metrics observe, and a
@@ -58,26 +56,26 @@ def run(
             summed over prompts.
         gradient_checkpointing: For prompts too long for the memory: the pass with a gradient stores
             only the input of each block, and runs the block again in the backward pass. Attention
-            then takes the memory of one layer; the numbers are the same, for about one more forward
-            pass. ``hooks`` must do the same both times; metrics observe once. An error if no metric
-            needs a gradient. Where attention is fused and a prompt would not fit into the free
-            memory, blocks run so without being asked, and ``info["attention"]`` says so.
+            takes the memory of one layer then, the numbers are the same, and the time is about one
+            more forward pass. ``hooks`` must do the same both times; metrics observe once. An error
+            if no metric needs a gradient. Where attention is fused and a prompt would not fit into
+            the free memory, blocks run so without being asked (``info["attention"]``).
         share_prefix: False runs whole prompts, also where shared tokens could run once.
         resamples: Bootstrap resamples for the 95 % intervals; 0 for none.
         folder: Stores what each batch contributed to each question. The same call continues from
             there, one with more questions computes these alone; ``forget_run`` starts over.
-        believe: Names of what may differ from what ``folder`` holds, or cannot be compared, because
-            you know that it gives the same numbers, as errors and warnings name it: a package
-            (``"torch"``, as on another machine), a setting (``"hooks"``), a question
-            (``"accuracy"``). What differs is said, and the first and last batch are computed again.
+        believe: Names, as in errors and warnings, of what may differ from ``folder`` or cannot be
+            compared, because you know that it gives the same numbers: a package (``"torch"``), a
+            setting (``"hooks"``), a question (``"accuracy"``). What differs is said, and the first
+            and last batch are computed again.
         progress: Show a progress bar.
 
     Returns:
         The record of each question under its name, in a dict that a notebook shows as a table.
 
     Raises:
-        AnchorlensError: The prompts do not fit the model or a question, two have one name,
-            or the model's hooks do not act. It is raised before any pass over the prompts.
+        AnchorlensError: Before any pass: prompts do not fit the model or a question, two questions
+            have one name, or the model's hooks do not act.
         RunError: A question has no result; all others are in its ``results``.
         StoreError: ``folder`` holds another run, or cannot be written into.
         MemoryLimitError: A prompt alone does not fit into memory; batches are made smaller first.

@@ -173,9 +173,8 @@ def off_by(
 ) -> float:
     """How far two computations of the same contributions are apart; rounding explains up to 1.
 
-    That is 1e-4 of the largest number, or four roundings in bfloat16 and float16. There the median
-    number of a name decides, and of the names that differ the median one: a choice between nearly
-    equal numbers, such as the likeliest token, may fall otherwise.
+    1 is 1e-4 of the largest number; in bfloat16 and float16 four roundings. There medians decide,
+    of numbers and of names: a choice between nearly equal numbers may fall otherwise.
     """
     if {n: each.shape for n, each in stored.items()} != {n: v.shape for n, v in computed.items()}:
         return inf

@@ -73,11 +73,9 @@ R = TypeVar("R", bound=Record)
 class Study:
     """A model and its prompts, for one experiment: ``with Study(...).entered() as study``.
 
-    It checks both before the experiment runs, divides the batches among the processes of
-    accelerate, stores what each batch contributed, makes smaller batches where memory runs out, and
-    computes intervals. ``settings`` distinguish this experiment from others on the same model and
-    prompts; one with the name ``experiment`` is the name of the bar where there are no questions.
-    The other arguments are those of ``run``.
+    It checks both, divides batches among processes, stores what each contributed, makes smaller
+    ones where memory runs out, and computes intervals. ``settings`` tell it from others on the same
+    model and prompts; ``settings["experiment"]`` names the bar where there are no questions.
     """
 
     model: HookedModel
@@ -128,8 +126,7 @@ class Study:
     ) -> Passes:
         """The passes over batches, after the tokens that prompts share, or over whole prompts.
 
-        Wrong arguments, which are those of ``run``, are an error here, before the model runs. What
-        the model allows is found in tiny passes, the first time.
+        Wrong arguments, which are those of ``run``, are an error here, before the model runs.
         """
         require_questions(questions)
         questions = [asked_of(each, self.model, self.batches) for each in questions]
@@ -199,9 +196,8 @@ class Study:
         """The contributions of all prompts in the order of their queries, whatever that of batches.
 
         ``contributions_of`` gives what each prompt of a batch contributes: tensors [prompt, ...] by
-        name, on the CPU. A batch that does not fit into memory is run in smaller parts, and so are
-        the next batches. Each of several processes computes a part of the batches, and all return
-        all contributions. With a folder this is called once.
+        name, on the CPU. Batches that do not fit into memory run in parts, and several processes
+        divide them; all return all contributions. With a folder this is called once.
         """
         of_batch = partial(contributed, contributions_of)
         found = self._collect(lambda batch, names: of_batch(batch), {"": contributions_of})
@@ -253,6 +249,7 @@ class Study:
         order = order_of_queries(self.batches)
         return {name: values[order] for name, values in contributions.items()}
 
+    @checked  # a function of the user whose iterator ended is named
     def record(
         self,
         result: Callable[[Contributions], R],
@@ -476,10 +473,9 @@ def describe_prompts(batches: Sequence[PromptBatch]) -> dict[str, Any]:
 
 
 def checked_batches(model: HookedModel, batches: Sequence[PromptBatch]) -> list[PromptBatch]:
-    """The batches as they are run; the model is prepared if it was not.
+    """The batches as they are run, or an error; the model is prepared if it was not.
 
-    They are padded on the right, because some models count positions by columns (in Llama 4 the
-    temperature of attention depends on them). An error if they do not fit the model or one another.
+    They are padded on the right, because some models count positions by columns (Llama 4).
     """
     ensure_prepared(model)
     require_batches(batches)
@@ -513,9 +509,8 @@ def require_batches(batches: Sequence[PromptBatch]) -> None:
 def order_of_queries(batches: Sequence[PromptBatch]) -> Int[Tensor, " prompt"]:
     """The order that sorts the contributions of all batches by the index of their queries.
 
-    If lists of several calls are joined, an index occurs twice. Then they are sorted by set of
-    demonstrations, as sets appear, by call, and by index. Where an index of a set occurs again,
-    another call begins.
+    Of several calls, where an index occurs twice, by set of demonstrations, as sets appear, by
+    call, and by index; another call begins where an index of a set occurs again.
     """
     indices = torch.cat([batch.index for batch in batches]).tolist()
     if len(set(indices)) == len(indices):

@@ -23,6 +23,7 @@ import torch
 from torch import Tensor
 
 from ..metrics.question import HooksOfBatch, no_hooks
+from ..metrics.reads import VALUES
 from ..models.batch_hooks import BatchHook, act_alike, in_leading_tokens
 from ..models.facts import facts_of
 from ..models.hooked import (
@@ -114,9 +115,8 @@ def way_of(
 ) -> Way:
     """How batches run; the same in all processes.
 
-    Metrics observe the run with the last of ``changes``, the interventions of the run. ``observed``
-    is what questions observe in the first batch: the kinds of reads are the same in all. ``beside``
-    are the ways of further passes that metrics observe in this run.
+    The last of ``changes`` are the interventions of the run, ``observed`` is what questions observe
+    in its first batch, and ``beside`` are the ways of further passes that metrics observe.
     """
     given = _Given(model, batches, changes, observed, loss)
     passes = given.passes(beside)
@@ -248,8 +248,9 @@ class _Given:
         for of_one in self.observed:
             own = [hook for each in of_one.beside if each.runs_user_code for hook in each.hooks]
             # In the attention of a block that runs twice they would act twice.
-            is_able = outside_attention(self.model, own) == own and of_one.rows_are_enough
-            if not is_able or not _act_without_patterns(self.model, of_one.beside):
+            is_able = outside_attention(self.model, own) == own
+            needs_more = any(each.is_whole or VALUES in each.needs for each in of_one.of_rows)
+            if needs_more or not (is_able and _act_without_patterns(self.model, of_one.beside)):
                 return f"{of_one.question.name} needs them"
         return ""
 
@@ -438,11 +439,10 @@ def _act_without_patterns(model: HookedModel, observers: Sequence[Observer]) -> 
 def shared_lengths(
     batches: Sequence[PromptBatch], loss: LossOfBatch | None, least: int = 2
 ) -> dict[int, int]:
-    """The number of leading tokens that all prompts of a set share, at most up to a target.
+    """How many leading tokens the prompts of a set share, up to the positions that a loss reads.
 
-    Targets are also the positions whose logits the loss gets. Left out are sets of fewer prompts
-    than ``least``, and those that also occur in a batch of several sets: where memory runs out, a
-    part of that batch could have this set alone, and share fewer tokens.
+    Left out are sets of fewer prompts than ``least``, and those that occur in a batch of several:
+    where memory runs out, a part of it could have this set alone, and share fewer tokens.
     """
     of_sets: dict[int, list[PromptBatch]] = {}
     mixed: set[int] = set()

@@ -110,10 +110,7 @@ def _refuse_ended(error: BaseException | None) -> None:
 
 
 def _refuse_unlike(name: str, hints: Mapping[str, Any], given: Mapping[str, Any]) -> None:
-    """Raise an error for tensors and prompts with other axes, or several lengths of one axis.
-
-    It is asked after a failure, so that calls that are right need no time for it.
-    """
+    """Raise an error, after a failure, for other axes, or several lengths of one axis."""
     known: dict[str, tuple[int, str]] = {}
     for argument, value in given.items():
         hint = hints.get(argument)
@@ -161,8 +158,7 @@ def _refuse_no_folder(name: str, folder: Any) -> None:
 def _refuse_unbound(name: str, function: Any, described: Any, args: Any, given: Any) -> None:
     """Raise an error for an argument that there is not, or that is missing, with its description.
 
-    Meant is the argument whose class has this field, or one with nearly this name, or else that
-    whose description has the word earliest.
+    Meant is one whose class has this field, of nearly this name, or whose text has it earliest.
     """
     names = _names_of(function)
     description = inspect.cleandoc((described or function).__doc__ or "")
@@ -470,10 +466,9 @@ def check_counts(error: type[AnchorlensError], least: int = 1, /, **counts: int 
 
 
 def called(what: str, function: Callable[..., Any], given: str, *args: Any) -> Any:
-    """What a function of the user returns; an error if it cannot be called with ``args``.
+    """What a function of the user returns; our error if it cannot be called with ``args``.
 
-    An error that comes from inside the function is the user's own. ``what`` and ``given`` are the
-    names of the argument and of what it is given, for our error.
+    ``what`` and ``given`` name the argument and what it gets. Errors inside it are the user's own.
     """
     try:
         return function(*args)

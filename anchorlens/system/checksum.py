@@ -1,9 +1,8 @@
 """Checksums of all bytes of a tensor, computed on its device and equal on all devices.
 
 Each row of 4,096 words of 32 bits gives one number: the sum of its words times fixed random odd
-weights of 64 bits, modulo 2^64. Two rows that differ in one word always give different numbers;
-two that differ in several the same with a probability of 2^-32 at most, over the draw of the
-weights. Integer sums are exact in any order, so that a GPU and a CPU agree.
+weights of 64 bits, modulo 2^64. Rows that differ in one word have different numbers, those that
+differ in several with a probability of at least 1 - 2^-32. Integer sums are exact in any order.
 """
 
 import hashlib

@@ -4,7 +4,7 @@ import hashlib
 import json
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from safetensors.torch import load, save
 from torch import Tensor
@@ -13,13 +13,8 @@ from ..errors import StoreError
 from .files import bytes_of, parsed
 
 _KEY = "anchorlens"
-
-
-class Sealed(NamedTuple):
-    """The settings and descriptions in a file, as json stores them, and its tensors by name."""
-
-    header: dict[str, Any]
-    tensors: dict[str, Tensor]
+# The settings and descriptions in a file, as json stores them, and its tensors by name.
+Sealed = tuple[dict[str, Any], dict[str, Tensor]]
 
 
 def to_bytes_with_digest(header: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> bytes:
@@ -42,14 +37,14 @@ def read_with_digest(path: str | Path) -> Sealed:
         raise StoreError(f"{path} is no file that anchorlens saved; {cure}")
     if not is_whole or to_bytes_with_digest(header, tensors) != data:
         raise StoreError(f"{path} is damaged: its bytes are not those that were written; {cure}")
-    return Sealed(header, tensors)
+    return header, tensors
 
 
 def read_tensors(path: str | Path) -> Sealed:
     """Read a safetensors file of any program; the header is empty if it is not one of ours."""
     data = bytes_of(path)
     metadata, _, tensors = parsed(path, data, _contents, "safetensors file", "use a copy of it")
-    return read_with_digest(path) if _KEY in metadata else Sealed({}, tensors)
+    return read_with_digest(path) if _KEY in metadata else ({}, tensors)
 
 
 def _contents(data: bytes) -> tuple[dict[str, Any], dict[str, Any], dict[str, Tensor]]:

@@ -66,10 +66,9 @@ def remove_temporary_files(folder: Path) -> None:
 
 
 def kind_of(path: str | Path, error: type[AnchorlensError] = StoreError) -> str:
-    """What is at a path: "folder", "file", "device" (also a pipe), or "" where nothing is.
+    """What is at a path of a user: "folder", "file", "device" (also a pipe), or "" for nothing.
 
-    Use it for any path of a user: where the system refuses to look (a name that is too long), the
-    methods of ``Path`` raise an OSError, or say that nothing is there. Here that is our error.
+    Where the system refuses to look (a long name), ``Path`` would say nothing, or raise an OSError.
     """
     try:
         mode = os.stat(path).st_mode
@@ -120,8 +119,7 @@ def parsed(
 ) -> T:
     """What ``parse`` makes of the bytes of a file, or an error that says what the file should be.
 
-    Each error of it counts, as a parser raises more than its own class (a RecursionError for many
-    brackets). So it should be a parser alone: an error of our own code is none of the file.
+    Any error counts (a RecursionError for many brackets), so that it should be a parser alone.
     """
     try:
         return parse(data)

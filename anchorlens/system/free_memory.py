@@ -9,8 +9,7 @@ from pathlib import Path
 import psutil
 import torch
 
-# The files of a control group of Linux that say its limit and its use, by the name of the
-# controller in /proc/self/cgroup, which is empty in version 2.
+# Limit and use of a control group of Linux, by the controller in /proc/self/cgroup (v2: "").
 _LIMITS = {
     "": ("memory.max", "memory.current"),
     "memory": ("memory.limit_in_bytes", "memory.usage_in_bytes"),

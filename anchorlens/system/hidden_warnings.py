@@ -1,7 +1,6 @@
 """Warnings that are hidden or recorded for a while; no other file uses ``catch_warnings``.
 
-Its two functions are written in Python and set one attribute after another, so that Ctrl-C between
-two of them leaves the filters changed, or every later warning of the session unseen.
+It sets one attribute after another in Python, so that Ctrl-C in between leaves the filters changed.
 """
 
 import warnings

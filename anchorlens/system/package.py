@@ -17,10 +17,7 @@ from ..other_words import instead_of
 def imported_at_first_use(
     package: str, source: str
 ) -> tuple[Callable[[str], Any], Callable[[], list[str]], list[str]]:
-    """``__getattr__``, ``__dir__`` and ``__all__`` of a package, from its ``if TYPE_CHECKING``.
-
-    Also of a module beside the folders, such as anchorlens.records.
-    """
+    """``__getattr__``, ``__dir__`` and ``__all__`` of a package or module (anchorlens.records)."""
     here = getattr(sys.modules[package].__spec__, "parent", package)
     origins = {
         alias.asname or alias.name: (
@@ -30,7 +27,7 @@ def imported_at_first_use(
         for node in ast.walk(ast.parse(Path(source).read_text("utf-8")))
         if isinstance(node, ast.ImportFrom) and node.level
         for alias in node.names
-        if node.col_offset  # under TYPE_CHECKING, not at the top of the file
+        if node.col_offset  # under ``if TYPE_CHECKING``, not at the top of the file
     }
 
     def import_name(name: str) -> Any:

@@ -1,9 +1,8 @@
 """Several processes that share one run: how the work is divided, exchanged and synchronized.
 
-The processes are those of accelerate. If the state of accelerate was not made, accelerate is not
-imported and the process runs alone. ``torch.distributed`` notices a process that died or does not
-come; what the others then do is ended by its errors. Without an import of PyTorch, which takes
-seconds, a process knows whether it is one of several.
+The processes are those of accelerate; without its state, a process runs alone, which it knows
+without an import of PyTorch. ``torch.distributed`` notices a process that died or does not come;
+what the others then do is ended by its errors.
 """
 
 import atexit
@@ -24,8 +23,7 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
-# The longest wait for another process, if accelerate's own time-out is not longer. A process that
-# computes more than the others is waited for; one whose connection closes is noticed at once.
+# The longest wait for another process that computes, if accelerate's own time-out is not longer.
 TIME_OUT = timedelta(hours=2)
 
 
@@ -84,8 +82,7 @@ def gather_from_processes(what: str, value: T) -> list[T]:
 def fails_together() -> Iterator[None]:
     """A block, or as ``@fails_together()`` a function, that fails in all processes if in one.
 
-    The process that fails raises its own error. The others raise a ProcessError at their next
-    exchange, at the latest at the end of the block, so that no process waits for a failed one.
+    The others raise a ProcessError at their next exchange, at the latest at the end of the block.
     """
     if is_single_process():
         yield
@@ -125,9 +122,8 @@ def require_equal_settings(what: Mapping[str, str]) -> None:
         ]
         if different:
             raise ProcessError(
-                "all processes must make the same call, whose work is divided among them; got "
-                f"different calls ({'; '.join(different)}). To analyse other prompts in each "
-                "process, make no accelerate state"
+                f"all processes must make the same call; got different calls "
+                f"({'; '.join(different)}). For other prompts in each, make no accelerate state"
             )
 
 

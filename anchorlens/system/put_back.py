@@ -1,7 +1,6 @@
 """What was changed for a while is put back, also if interrupts come while it is put back.
 
-Ctrl-C raises its error between two instructions: at the start of a function, at the next turn of a
-loop, or after a call of a function written in C. So it can come at the start of the ``__exit__`` of
+Ctrl-C raises its error between two instructions: so it can come at the start of the ``__exit__`` of
 ``contextlib.contextmanager``, before the generator goes on, and then nothing is put back.
 """
 
@@ -20,8 +19,8 @@ T = TypeVar("T")
 class SafeContext(IOBase, Generic[T]):
     """A context whose end no interrupt prevents.
 
-    The ``__exit__`` of ``IOBase`` calls ``close``, here that of a generator. All of this is written
-    in C, so that the next moment at which an interrupt can come is inside the generator.
+    The ``__exit__`` of ``IOBase`` calls ``close``, here that of a generator: both are written in C,
+    so that an interrupt can come only inside the generator.
     """
 
     def __init__(self, steps: Iterator[T]) -> None:
@@ -72,11 +71,10 @@ def each_call_inside(
 def put_back(
     restore: Callable[[], object], change: Callable[[], object] | None = None
 ) -> Iterator[None]:
-    """Call ``restore`` at the end, and again where an interrupt ended that call.
+    """Call ``restore`` at the end, and again where an interrupt, of up to two, ended that call.
 
-    Two interrupts while it is put back are survived, wherever they come. It is also called where
-    nothing or only a part was changed, or put back already. Enter this before the first change, or
-    give ``change``, which makes it.
+    It is also called where nothing or only a part was changed, or put back already. Enter this
+    before the first change, or give ``change``, which makes it.
     """
     is_done = False
     try:

@@ -1,39 +1,29 @@
 """Numbers that are equal but for their rounding, which a batch or the order of a sum decides."""
 
 import torch
-from jaxtyping import Bool, Float, Int
+from jaxtyping import Bool, Float
 from torch import Tensor
 
-_WIDE = {torch.float64: 1e-12, torch.float32: 1e-5}  # shares of the size of a number
+_WIDE = {torch.float64: 1e-12, torch.float32: 1e-5}  # some thousand roundings, and a hundred
 
 
 def rounding_of(dtype: torch.dtype) -> float:
     """The share of its size by which a number from passes in this type may be off.
 
-    A hundred roundings in float32, some thousand in float64, and in narrower types a single one, as
-    numbers that differ by more are to be told apart there too.
+    In narrower types a single rounding, as numbers that differ by more are to be told apart there.
     """
     if not dtype.is_floating_point:
         return 0.0
     return _WIDE.get(dtype, torch.finfo(dtype).eps)
 
 
-def compared(
-    values: Float[Tensor, "*#axes"], others: Float[Tensor, "*#axes"], margin: Tensor | float
-) -> Int[Tensor, "*axes"]:
-    """1 where a value is above the other, -1 where it is below, 0 if they differ by the margin."""
-    differences = values - others
-    return (differences > margin).long() - (differences < -margin).long()
-
-
 def ranks(
     values: Float[Tensor, "*axes number"], margin: Tensor | float
 ) -> Float[Tensor, "*axes number"]:
-    """Ranks along the last axis minus their mean; of equal numbers each has their mean rank.
-
-    Equal numbers differ by at most ``margin``: a number, or of the shape [*axes, 1, 1].
-    """
-    return compared(values[..., :, None], values[..., None, :], margin).sum(-1).double() / 2
+    """Ranks along the last axis minus their mean; numbers up to ``margin`` apart share theirs."""
+    differences = values[..., :, None] - values[..., None, :]
+    above = (differences > margin).long() - (differences < -margin).long()
+    return above.sum(-1).double() / 2
 
 
 def all_equal(

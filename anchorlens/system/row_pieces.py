@@ -6,9 +6,8 @@ from torch import Tensor
 
 from .devices import Device
 
-# The most elements of a piece: eight short prompts are one piece. Smaller pieces are as fast;
-# larger pieces are slower and, in float32, less exact (a sum over 2048 tokens had a relative error
-# of 8e-4).
+# The most elements of a piece: eight short prompts. Smaller pieces are as fast; larger ones are
+# slower and, in float32, less exact (a sum over 2048 tokens had a relative error of 8e-4).
 PIECE = 2**21
 
 _STORED = 2**26  # bytes of the rows that are stored for the next layers

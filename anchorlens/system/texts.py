@@ -7,10 +7,9 @@ from ..printable import printable
 
 
 class KeepsRepr:
-    """A class whose subclasses inherit its ``__repr__``, also those that are dataclasses."""
+    """A class whose subclasses inherit its ``__repr__``: @dataclass would show whole tensors."""
 
     def __init_subclass__(cls) -> None:
-        # Without this, @dataclass writes one for each subclass, which shows whole tensors.
         super().__init_subclass__()
         if "__repr__" not in vars(cls):
             cls.__repr__ = cls.__repr__  # type: ignore[method-assign]

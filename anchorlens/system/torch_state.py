@@ -15,10 +15,7 @@ from .put_back import as_found, put_back, safe_context
 
 
 def torch_modes() -> Callable[[], None]:
-    """A function that puts back what torch does at each operation now.
-
-    That is gradients, function modes, and hooks on the tensors that are stored for a gradient.
-    """
+    """A function that puts back gradients, function modes, and hooks on stored tensors as now."""
     records = torch.is_grad_enabled()
     hooks_now = partial(torch._C._autograd._top_saved_tensors_default_hooks, True)  # or None
     count, hooks = len(_get_current_function_mode_stack()), hooks_now()
@@ -36,10 +33,8 @@ def torch_modes() -> Callable[[], None]:
 class gradient_mode(IOBase):
     """Inside, torch records gradients or does not; what it makes can get one in either case.
 
-    In an ``inference_mode`` of the caller torch would make tensors that autograd rejects.
-
-    As in ``SafeContext``, no interrupt prevents its end. Every pass goes through it, so that it has
-    no generator.
+    In an ``inference_mode`` of the caller it could not. As in ``SafeContext``, no interrupt
+    prevents the end; it has no generator, because every pass goes through it.
     """
 
     def __init__(self, records: bool) -> None:
@@ -51,9 +46,8 @@ class gradient_mode(IOBase):
             # interrupted, the mode ends as soon as the error is forgotten.
             # tests/test_private_names.py verifies it.
             not_inference = torch._C._InferenceMode(False)
-            self.close = partial(  # type: ignore[method-assign]
-                not_inference.__exit__, None, None, None
-            )
+            end = partial(not_inference.__exit__, None, None, None)
+            self.close = end  # type: ignore[method-assign]
             not_inference.__enter__()
             torch._C._set_grad_enabled(self._records)
         except BaseException:
@@ -82,10 +76,9 @@ def checkpoints_run_to_the_end() -> Iterator[None]:
 def own_random_state(
     devices: Iterable[torch.device] = (), seed: int | None = None
 ) -> Iterator[None]:
-    """Do what ``torch.random.fork_rng`` does: afterwards the random state is that of before.
+    """Afterwards the random state is that of before, as with ``torch.random.fork_rng``.
 
-    A seed is set on the CPU and all devices of these kinds alone; ``torch.manual_seed`` would also
-    seed others.
+    A seed is set on the CPU and these kinds of devices alone, unlike with ``torch.manual_seed``.
     """
     kinds = {device.type for device in devices} - {"cpu"}
     modules = [torch.get_device_module(kind) for kind in kinds]

@@ -53,5 +53,5 @@ def stored_run(folder: Path, **changes: str) -> Store:
     fingerprint = json.loads((folder / "run.json").read_text())
     facts = {name: fingerprint[name] for name in fingerprint if name != "digest"}
     rows = next(folder.glob("rows-*.safetensors"), None)
-    functions = {} if rows is None else read_with_digest(rows).header["functions"]
+    functions = {} if rows is None else read_with_digest(rows)[0]["functions"]
     return Store(folder, facts | changes, functions, frozenset(functions))

@@ -4,7 +4,7 @@ import numpy as np
 import torch
 from scipy.stats import rankdata
 
-from anchorlens.system.rounding import all_equal, compared, highest, ranks, rounding_of
+from anchorlens.system.rounding import all_equal, highest, ranks, rounding_of
 
 
 def whole_numbers(*shape: int) -> torch.Tensor:
@@ -41,9 +41,8 @@ def test_of_equal_numbers_the_earlier_are_the_highest() -> None:
     assert highest(row, 2, 0.0).tolist() == [False, True, True]
 
 
-def test_numbers_are_compared_with_a_margin() -> None:
-    values = torch.tensor([1.0, 2.0, 3.0])
-    assert compared(values, torch.tensor([2.0, 2.05, 2.0]), 0.1).tolist() == [-1, 0, 1]
+def test_numbers_are_equal_up_to_a_margin() -> None:
+    assert ranks(torch.tensor([2.0, 2.05, 3.0]), 0.1).tolist() == [-0.5, -0.5, 1.0]
     rows = torch.tensor([[1.0, 1.0, 1.0], [1.0, 1.05, 1.0], [1.0, 1.2, 1.0]])
     assert all_equal(rows, 0.1).tolist() == [True, True, False]
     assert all_equal(rows, torch.tensor([0.0, 0.0, 0.5])).tolist() == [True, False, True]
