@@ -26,8 +26,7 @@ def put_embeddings(
 ) -> Hook:
     """A hook that puts embeddings at the positions from ``start`` on, in every prompt.
 
-    With ``add`` they are added to those of the tokens: if they are 0, these are exactly as before,
-    and the gradient is that at them. It reaches ``embeddings`` from all prompts.
+    With ``add`` they are added to those of the tokens. The gradient of all prompts reaches them.
     """
 
     def put(embedded: Float[Tensor, "batch position d_model"], hook: Any) -> Tensor:

@@ -36,17 +36,15 @@ from .training import ADAM, Trainable, Training, TrainingRecord, TrainingRun
 class PrefixContext(StoredContext):
     """Keys and values of every layer that stand before a query at the positions 0, 1, ...
 
-    ``train_prefix`` learns them directly. Of soft prompts and hard prompts the model computes them
-    from embeddings or tokens.
+    ``train_prefix`` learns them; of soft and hard prompts the model computes them.
 
     Attributes:
         prefix: The keys and values.
         tokens: Token ids at these positions. The first is the BOS of prompts that have one; in a
-            prefix that peft trained (``context_from_peft``) it is the last. Others mean something
-            in a hard prompt only.
-        training: How the loss and the accuracy changed; None if the context was not trained here.
-        info: The model, its type and weights, the settings, the BOS with which prompts begin, and
-            digests of the queries that were used in training.
+            prefix of peft (``context_from_peft``) it is the last. Others count in hard prompts.
+        training: How it went; None if the context was not trained here.
+        info: The model, its type and weights, the settings, the BOS of prompts, and digests of the
+            queries in training.
     """
 
     training: TrainingRecord | None = None
@@ -97,12 +95,10 @@ def train_prefix(
     the errors of all trainers.
 
     Args:
-        training: How to train; the optimizer is Adam with learning rate 0.003 by default.
-        length: Number of positions that are learned, 10 by default; not with ``start``, which has
-            its own number.
-        start: A context whose keys and values are the start: demonstrations, what is selected of
-            them, or a context that was trained. By default they are those of random tokens after
-            the BOS.
+        training: How to train; by default with Adam at learning rate 0.003.
+        length: Number of positions that are learned, 10 by default; not with ``start``.
+        start: A context whose keys and values are the start, of demonstrations or trained; by
+            default those of random tokens after the BOS.
 
     Raises:
         PromptError: ``length`` is below 1 or given with ``start``, or the keys of ``start`` do not
@@ -115,8 +111,7 @@ def train_prefix(
     """
     if start is not None and length is not None:
         raise PromptError(
-            f"start has its own number of positions; got length={length!r} too: leave one of the "
-            "two out"
+            f"start has its own number of positions; got length={length!r} too: leave one out"
         )
     length = 10 if length is None else length
     check_counts(PromptError, length=length)
@@ -203,12 +198,12 @@ def _check_start(model: HookedModel, start: StoredContext, bos: Tensor) -> None:
     tokens = start.cached_tokens
     if not torch.equal(tokens[: len(bos)], bos):
         raise PromptError(
-            "the prompts begin with a BOS, which a start must hold too, before all else; "
-            "select it, as the functions of al.contexts.selection do"
+            "the prompts begin with a BOS, which a start must hold before all else; select it, as "
+            "the functions of al.contexts.selection do"
         )
     if len(tokens) == len(bos):
         raise PromptError(
-            "a start must hold more than the BOS, whose keys and values are not trained; select "
-            "more of the demonstrations"
+            "a start must hold more than the BOS, which is not trained; select more of the "
+            "demonstrations"
         )
     refuse_gaps(start, "a start")

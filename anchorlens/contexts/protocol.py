@@ -55,9 +55,9 @@ class QueryPass:
 class Context(Protocol):
     """What can stand before a query in place of demonstrations, and answer it.
 
-    A context of your own is a class with ``size`` and ``query_pass``, and has ``logits`` from this
-    class. A field ``info`` is optional. With the entries of the ``info`` of ``al.compress`` another
-    model is refused, and with ``queries_in_training`` queries that a training used.
+    A context of your own has ``size`` and ``query_pass``, and ``logits`` from this class. ``info``
+    is optional: with the entries of that of ``al.compress`` another model is refused, and with
+    ``queries_in_training`` queries that a training used.
     """
 
     @property
@@ -78,8 +78,7 @@ class Context(Protocol):
 
         Raises:
             ModelError: The context was made with another model, type or weights.
-            PromptError: A query is too long, or the prompts begin with other tokens than those
-                for which the context was made.
+            PromptError: A query is too long, or prompts begin with other tokens than the context.
         """
         ensure_prepared(model)
         check_batch(batch)
@@ -161,7 +160,7 @@ def demonstrations_of(batch: PromptBatch) -> PromptBatch:
     if only_set(batch) is None:
         raise PromptError(
             "a context holds one set of demonstrations, but these prompts have several; compress "
-            "each set by itself (call build_prompts for each set and join the lists)"
+            "each set by itself (one call of build_prompts each)"
         )
     prompt = batch.prompt(0)
     return prompt.before(int(prompt.query_start[0]))

@@ -91,8 +91,8 @@ class StoredContext(KeepsRepr, Context):
                     pass
                 case _:
                     raise StoreError(
-                        f"{path} is not written: {name} must be a tensor, a record, a text or a "
-                        "whole number; put other values into info"
+                        f"{path} is not written: {name} must be a tensor, record, text or whole "
+                        "number; put others into info"
                     )
         write_atomically(Path(path), to_bytes_with_digest({"context": header}, tensors))
         return Path(path)
@@ -114,7 +114,7 @@ class StoredContext(KeepsRepr, Context):
         except (AttributeError, KeyError, TypeError, ValueError, IndexError) as error:
             raise StoreError(
                 f"{path} does not hold what a {cls.__name__} of this version holds ({error!r}); "
-                "make the context again and save that"
+                "make and save it again"
             ) from error
 
     @classmethod

@@ -56,19 +56,19 @@ def analyse(
 
     Args:
         batches: Prompts of one task, from ``sample_prompts`` or ``build_prompts``.
-        depth: Layers isolated at each end of the model; by default 5, or half of fewer than 10.
+        depth: Layers isolated at each end; by default 5, or half of fewer than 10.
         draws: Random controls of each isolation.
-        random_weights: Whether to draw models of the same architecture with random weights, three
-            on a few prompts, whose numbers figures and claims show beside those of the model. By
-            default of models up to 300 million parameters, because it takes a second model.
-        keep: Called with the name of each record and the record, as soon as it is computed; again
-            with those of metrics after the models of random weights, whose numbers they then hold.
+        random_weights: Whether to run three models of the same architecture with random weights on
+            a few prompts, whose numbers figures and claims show beside those of the model. By
+            default up to 300 million parameters, as it takes a second model.
+        keep: Called with the name of each record and the record, as soon as it is computed; for
+            metrics again after the models of random weights.
 
     Returns:
         The records of ``SaliencyFlows``, ``AttentionAUCROC`` and ``AnchorDistances`` by their
-        names, of ``Accuracy`` where there are no distances, and under ``isolation`` that of the
-        sites "first 5 layers", "last 5 layers", and where prompts begin with a BOS "first 5 layers,
-        BOS edge kept". ``claims`` and ``write_report`` take them.
+        names, of ``Accuracy`` where there are no distances, and under ``isolation`` that of "first
+        5 layers", "last 5 layers", and where there is a BOS "first 5 layers, BOS edge kept".
+        ``claims`` and ``write_report`` take them.
 
     Raises:
         HookError: The model has fewer layers than ``depth``.

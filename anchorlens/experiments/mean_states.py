@@ -28,7 +28,7 @@ def warn_of_same_queries(read: Sequence[PromptBatch], written: Sequence[PromptBa
     if both and is_main():
         warn_user(
             f"{len(both)} queries are in both lists of prompts, so that their own answers are "
-            "among the states that are written into them; take the mean over other queries"
+            "written into them; take the mean over other queries"
         )
 
 
@@ -41,8 +41,8 @@ def positions_in(
     if len(counts) > 1 or counts[0] == 0 or count not in (None, counts[0]):
         raise MetricError(
             f"states are read and written at {count or 'as many'} positions in each prompt, but "
-            f"{name_of(function)} gives {', '.join(map(str, counts))} in {batch!r}; queries that "
-            "stand alone have a target, and no label words"
+            f"{name_of(function)} gives {', '.join(map(str, counts))} in {batch!r}; queries alone "
+            "have a target, no label words"
         )
     return chosen
 

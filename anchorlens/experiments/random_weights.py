@@ -97,8 +97,8 @@ def _why_not(model: HookedModel, asked: bool) -> str:
     count = sum(parameter.numel() for parameter in original_of(model).parameters())
     if count > MOST_PARAMETERS and not asked:
         return (
-            f"left out: a second model of {count / 1e6:,.0f} million parameters takes memory and "
-            "time (random_weights=True draws it)"
+            f"left out: a second model of {count / 1e6:,.0f} million parameters "
+            "(random_weights=True draws it)"
         )
     return ""
 
@@ -150,8 +150,8 @@ def _new_model(model: Any, seed: int) -> HookedModel:
         now, before = getattr(drawn.cfg, size), getattr(model.cfg, size)
         if now != before:
             raise ModelError(
-                f"the configuration was changed after the model was loaded: its {size} is {now}, "
-                f"and that of the model {before}"
+                f"the configuration was changed after loading: its {size} is {now}, and that of "
+                f"the model {before}"
             )
     take_over(drawn, model)
     return drawn

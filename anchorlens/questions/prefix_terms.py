@@ -1,15 +1,7 @@
 """What a prefix adds to the attention of query rows, from passes with it and without it.
 
-For one head, query row i, content keys C and prefix keys P: ``z+`` is the output with the prefix
-(before W_O), ``z0`` the output of a pass without it, and
-
-    m   = sum_{p in P} A+_ip                        attention to the prefix
-    m b = sum_{p in P} A+_ip v_p                    what the row takes from the prefix
-    z~  = sum_{j in C} A_ij v_j                     the output if this layer alone lacks the prefix
-    z+ - z0 = (z+ - z~) + (z~ - z0)                 direct and indirect
-
-The theory says A_ij = A+_ij / (1 - m), so that z~ = (z+ - m b) / (1 - m), and the direct change is
-m (b - z~). Here A is measured in a pass of its own: in the first layer z~ is then exactly z0.
+The symbols and the theory are those of ``PrefixEffect``. It says that A = A+ / (1 - m); here A is
+measured in a pass of its own, so that z~ is exactly z0 in the first layer.
 """
 
 from collections.abc import Iterator, Sequence
