@@ -55,7 +55,6 @@ class SegmentScores:
 
     @cached_property
     def segments(self) -> tuple[str, ...]:
-        """The names of the segments."""
         return self.ablation.segments.names
 
     def check(self) -> None:
@@ -67,8 +66,7 @@ class SegmentScores:
                 if len(self._rows) < prompts:
                     raise MetricError(
                         f"the rows of score {name!r} cannot be told apart: two queries have one "
-                        "number after the same demonstrations; build prompts in one call, or give "
-                        "a function"
+                        "number after the same demonstrations; build prompts in one call"
                     )
             elif isinstance(score, Metric):
                 _check_metric(name, score)
@@ -217,7 +215,6 @@ def _called(name: str, score: Callable[[PromptBatch], Tensor], batch: PromptBatc
 
 
 def _check_metric(name: str, metric: Metric) -> None:
-    """Raise an error for a metric that gives no scores, or has segments of its own."""
     if not hasattr(metric, "segment_scores"):
         raise MetricError(
             f"score {name!r}: {type(metric).__name__} has no segment_scores; SegmentAttention, "

@@ -2,8 +2,7 @@
 
 A method has two functions. ``draw`` gives the subsets that are kept, from the number of segments
 and a generator: prompts of one set of demonstrations have the same. ``scores`` gives one number a
-segment from the subsets and the log-odds y of the answer with each; high: the segment makes it
-likelier.
+segment from the subsets and the log-odds y of the answer with each; high: the answer needs it.
 
 Examples:
     The difference of the means of y with and without a segment, over 12 random subsets.
@@ -76,8 +75,7 @@ def random(count: int, segments: int, generator: torch.Generator) -> Subsets:
     _refuse_many(count, segments)
     if count > 2**segments:
         raise MetricError(
-            f"there are {2**segments} subsets of {segments} segments; give subsets= of no more; "
-            f"got {count}"
+            f"there are {2**segments} subsets of {segments} segments; got {count}; give no more"
         )
     if segments <= _COUNTED:
         numbers = torch.randperm(2**segments, generator=generator, device="cpu")
@@ -127,8 +125,7 @@ def lasso(subsets: int = 64, alpha: float = 0.01) -> Method:
 
     With the masks of the subsets standardised, y_hat linear in them, and y per token, it minimises
     ``mean (y - y_hat)^2 / 2 + alpha * sum |weights|``. Weights are then divided by the standard
-    deviations of the masks. Where y is a sum over segments, it is exact up to the shrinkage by
-    alpha.
+    deviations of the masks. For sums over segments it is exact up to the shrinkage.
 
     Source:
         Cohen-Wang et al., *ContextCite: Attributing Model Generation to Context* (2024).
@@ -141,8 +138,7 @@ def lasso(subsets: int = 64, alpha: float = 0.01) -> Method:
         MetricError: ``subsets`` is below 2, or ``alpha`` is not above 0.
 
     Examples:
-        >>> al.subsets.lasso(subsets=32).name
-        'lasso of 32 subsets, alpha 0.01'
+        >>> asked = al.Faithfulness({"lasso": al.subsets.lasso(subsets=32)}, subsets=0)
     """
     check_counts(MetricError, 2, subsets=subsets)
     if not alpha > 0:

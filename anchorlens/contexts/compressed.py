@@ -57,8 +57,8 @@ class CompressedContext(StoredContext):
         key_positions: Position of each selected token as the model takes it.
         query_position: Position of the query's first token as the model takes it.
         info: The model, its type and weights, the placement, whether demonstrations were run
-            ``separately``, the BOS, how many tokens of each segment are selected, and by which
-            score (``scored``).
+            ``separately``, the BOS, how many tokens of each segment are selected, the score
+            (``scored``).
     """
 
     selected: Bool[Tensor, " position"]
@@ -84,8 +84,7 @@ class CompressedContext(StoredContext):
         """Whether the cache holds the selected tokens only, so that dropped ones take no memory.
 
         Where distances follow the index in the cache (ALiBi, chunked attention, a
-        HookedTransformer) all stay there and the dropped ones are masked: the same answers, no
-        memory saved.
+        HookedTransformer) all stay and dropped ones are masked: the same answers, no memory saved.
         """
         return len(self.prefix) == int(self.selected.sum())
 
@@ -131,10 +130,7 @@ class CompressedContext(StoredContext):
     def _window_hooks(
         self, model: HookedModel, batch: PromptBatch, whole: PromptBatch
     ) -> list[Hook]:
-        """Hooks that make sliding windows right.
-
-        A window is a distance in positions, but the model's own mask counts indices in the cache.
-        """
+        """Hooks that count windows in positions, where the model's own mask counts cached keys."""
         windows = _windows(model, whole)
         n_keys, indices = batch.first_query, batch.positions
         positions = indices - n_keys + self.query_position
@@ -229,9 +225,8 @@ def compress(
         ModelError: There is no key-value cache, or logits with these positions would not be exact.
 
     Examples:
-        >>> context = al.compress(model, batch, select=al.contexts.selection.anchors_and_format)
+        >>> context = al.compress(model, batch)
         >>> logits = context.logits(model, batch)
-        >>> stored, whole = int(context.selected.sum()), len(context.selected)
     """
     options: dict[str, Any] = {"positions": positions, "separately": separately}
     return compressed_contexts(model, demonstrations, [select], **options)[0]
@@ -315,8 +310,7 @@ def verified_cache(
         raise
     except Exception as error:
         raise ModelError(
-            f"{model.cfg.model_name} does not run from a key-value cache, which a context "
-            f"needs: {reason_of(error)}"
+            f"{model.cfg.model_name} does not run from a key-value cache: {reason_of(error)}"
         ) from error
     if not difference <= tolerance(model, ROUNDINGS):
         raise ModelError(
@@ -348,7 +342,6 @@ class _Placed(NamedTuple):
 
 
 def _placed(positions: Placement, selected: Bool[Tensor, " position"]) -> _Placed:
-    """Where a placement puts selected positions."""
     given: Any = called("positions", positions, "the selected positions", selected)
     is_pair = isinstance(given, tuple) and len(given) == 2 and holds_numbers(given[0])
     if not is_pair or given[0].ndim != 1:
@@ -395,11 +388,7 @@ def _with_cuts(
     placed: _Placed,
     hooks: HooksOfBatch,
 ) -> KeyValues:
-    """Keys and values of the selected positions.
-
-    To move them, keys before the rotation are read from a run of all tokens, and replace those of a
-    run of the selected ones.
-    """
+    """Keys and values of the selected positions; to move them, keys are read before rotation."""
     selected = placed.selected
     if not placed.moves:
         return whole.columns(selected)
@@ -524,8 +513,7 @@ def _windows(model: HookedModel, batch: PromptBatch) -> list[int]:
         if not torch.equal(visible, (distances >= 0) & (distances < windows[-1])):
             raise ModelError(
                 f"layer {layer} of {model.cfg.model_name} attends in chunks at {length} tokens, "
-                "where a cache cannot be cut; pass a prompt as long as this to al.compress, which "
-                "then stores all"
+                "where a cache cannot be cut; compress a prompt as long as this, to store all"
             )
 
     with without_user_hooks(model):

@@ -1,7 +1,6 @@
 """Embeddings before a query: read from a model, and put into it.
 
-The space is that of ``hook_embed``. Where a model scales its embeddings (Gemma), it is the space of
-the scaled ones.
+The space is that of ``hook_embed``, of scaled embeddings where a model scales them (Gemma).
 """
 
 from collections.abc import Sequence
@@ -24,10 +23,7 @@ _HOOK = "hook_embed"
 def put_embeddings(
     embeddings: Float[Tensor, "length d_model"], start: int, *, add: bool = False
 ) -> Hook:
-    """A hook that puts embeddings at the positions from ``start`` on, in every prompt.
-
-    With ``add`` they are added to those of the tokens. The gradient of all prompts reaches them.
-    """
+    """A hook that puts embeddings at the positions from ``start`` on, or adds them there."""
 
     def put(embedded: Float[Tensor, "batch position d_model"], hook: Any) -> Tensor:
         stop = start + len(embeddings)
@@ -47,10 +43,7 @@ def prefix_of_tokens(
     observers: Sequence[Hook] = (),
     prefix: KeyValues | None = None,
 ) -> KeyValues:
-    """Keys and values of tokens at the positions 0, 1, ..., in the place of demonstrations.
-
-    Those of the first tokens may be known: ``prefix`` holds them, and only the others are run.
-    """
+    """Keys and values of tokens at the positions 0, 1, ..., of which ``prefix`` holds the first."""
     queries = queries_after(batch.prompts(0, 1), tokens)
     leading = queries.before(len(tokens)).after(0 if prefix is None else len(prefix))
     return run_prefix(model, leading, hooks=hooks, observers=observers, prefix=prefix)

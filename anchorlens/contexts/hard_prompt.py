@@ -28,8 +28,7 @@ class HardPrompt(PrefixContext):
         text: Their text, without the BOS.
         encoded: The tokens of this text, with the BOS. They can be others than ``tokens``: a
             tokenizer may join what stands side by side.
-        encoded_accuracy: Held-out accuracy of ``encoded``, from 0 to 1 (``training``: of
-            ``tokens``).
+        encoded_accuracy: Held-out accuracy of ``encoded``, not ``tokens``, from 0 to 1.
     """
 
     training: TrainingRecord

@@ -104,8 +104,7 @@ def train_hard_prompt(
         tokens = torch.cat([bos, ids])
         if method.fluency and len(tokens) < 2:
             raise PromptError(
-                "a single token without a BOS before it has no fluency; use a length from 2, or a "
-                "method with fluency=0"
+                "a single token without a BOS has no fluency; use a length from 2, or fluency=0"
             )
         run.check(tokens)
         with gradient_mode(True):
@@ -134,7 +133,6 @@ class NearestTokens:
 
     @classmethod
     def of(cls, model: HookedModel, allowed: Bool[Tensor, " vocab"]) -> "NearestTokens":
-        """The allowed tokens of a model."""
         table = model.W_E.detach()
         # Norms of low precision would be wrong by more than what two tokens differ in.
         wide = torch.promote_types(table.dtype, torch.float32)
@@ -152,8 +150,7 @@ class NearestTokens:
         lengths = embeddings.norm(dim=1, keepdim=True)
         if not (lengths.isfinite() & (lengths > 0)).all():
             raise NotFiniteError(
-                "an embedding is zero, infinite or NaN, so that no token is nearest; use a lower "
-                "learning rate"
+                "an embedding is zero, infinite or NaN: none is nearest; use a lower learning rate"
             )
         units = embeddings / lengths
         products = [units @ rows.to(units).T for rows in self.table.split(_TOKENS_AT_ONCE)]

@@ -133,8 +133,7 @@ def class_words(batches: Sequence[PromptBatch]) -> list[int]:
     """
     if any((batch.label_ends != batch.label_positions).any() for batch in batches):
         raise PromptError(
-            "a label word has several tokens, of which a start would hold the first; pass "
-            "start=... of your choice"
+            "a label word has several tokens, which are no start of a search; pass start=..."
         )
     return [int(token) for token in batches[0].label_token_ids]
 
@@ -223,8 +222,7 @@ def _check_other_prompt(prompt: HardPrompt, batches: Sequence[PromptBatch]) -> N
         )
     if used := {*prompt.info.get("queries_in_training", [])} & {*query_digests(batches)}:
         raise PromptError(
-            f"{len(used)} of these queries were used to train or to choose the hard prompt; give "
-            "other queries"
+            f"{len(used)} of these queries trained or chose the hard prompt; give others"
         )
 
 
@@ -237,8 +235,7 @@ def _ids_of(tokenizer: Any, text: str) -> list[int]:
     if back != text or not ids:
         raise PromptError(
             f"the tokenizer of this model cannot encode the text {text!r}: its tokens give "
-            f"{back!r} (unknown characters, or empty, cut or normalised); search with allowed=... "
-            "of tokens that both know"
+            f"{back!r} (unknown, cut or normalised); search with allowed=... of tokens of both"
         )
     return ids
 

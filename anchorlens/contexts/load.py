@@ -35,7 +35,6 @@ def load_context(path: str | Path) -> CompressedContext | PrefixContext:
     kinds = {kind.__name__: kind for root in ours for kind in classes_of(root)}
     if name not in kinds:
         raise StoreError(
-            f"{path} holds a {name}, a class that is not known here; import its module, or use "
-            f"{name}.load(path)"
+            f"{path} holds a {name}, a class that is not known; import it, or use {name}.load(path)"
         )
     return kinds[name].load(path)

@@ -1,7 +1,6 @@
 """Contexts as prefix-tuning adapters of peft: keys and values of every layer in a folder.
 
-peft puts them before the tokens that it is given, and gives the first of these the position after
-the last key.
+peft puts them before the tokens that it is given, which have the positions after the last key.
 """
 
 import json
@@ -52,7 +51,7 @@ def context_to_peft(
     one (``tokenizer(query, add_special_tokens=False)``).
 
     The file of weights holds one tensor, ``prompt_embeddings``, in float32, with a row for each
-    position: for each layer the keys of all cached heads, then their values. It needs
+    position: for each layer the keys of all cached heads, then their values. Needs
     ``anchorlens[peft]``.
 
     Args:
@@ -153,8 +152,7 @@ def context_from_peft(
         return _trained_in_peft(prefix, model, batch, tokens_after)
     if tokens_after is not None:
         raise PromptError(
-            f"{folder} was written by context_to_peft and holds all tokens before a query; leave "
-            "tokens_after out"
+            f"{folder} was written by context_to_peft and holds all tokens; leave tokens_after out"
         )
     tokens = torch.tensor(ours["tokens"], device="cpu")
     context = PrefixContext(prefix=prefix, tokens=tokens, info=ours["info"])
@@ -173,7 +171,6 @@ class _Sizes(NamedTuple):
     token_dim: int
 
     def fit(self, embeddings: Tensor) -> bool:
-        """Whether the keys and values of these sizes are in a tensor."""
         if not all(type(size) is int and size > 0 for size in self):
             return False
         shape = (self.num_virtual_tokens, 2 * self.num_layers * self.token_dim)
@@ -235,8 +232,8 @@ def _adapter(folder: Path) -> tuple[KeyValues, dict[str, Any] | None]:
     path = folder / _ADAPTER
     if kind_of(path) != "file":
         raise StoreError(
-            f"{folder} has no {_ADAPTER}; if peft wrote an adapter_model.bin, load the adapter in "
-            "peft and save it again"
+            f"{folder} has no {_ADAPTER}; if peft wrote adapter_model.bin, load and save it in "
+            "peft again"
         )
     header, stored = read_tensors(path)
     ours = header.get("adapter")
@@ -266,7 +263,7 @@ def _trained_in_peft(
     if batch is None:
         raise PromptError(
             "this folder, not of context_to_peft, does not say with which BOS prompts begin; pass "
-            "a batch of those that the context is for"
+            "a batch of the prompts that it is for"
         )
     bos = bos_of(batch)
     after = bos if tokens_after is None else token_ids(model, tokens_after, "tokens_after")

@@ -43,8 +43,8 @@ class PrefixContext(StoredContext):
         tokens: Token ids at these positions. The first is the BOS of prompts that have one; in a
             prefix of peft (``context_from_peft``) it is the last. Others count in hard prompts.
         training: How it went; None if the context was not trained here.
-        info: The model, its type and weights, the settings, the BOS of prompts, and digests of the
-            queries in training.
+        info: The model, its type and weights, the settings, the BOS, and digests of training
+            queries.
     """
 
     training: TrainingRecord | None = None
@@ -202,8 +202,5 @@ def _check_start(model: HookedModel, start: StoredContext, bos: Tensor) -> None:
             "the functions of al.contexts.selection do"
         )
     if len(tokens) == len(bos):
-        raise PromptError(
-            "a start must hold more than the BOS, which is not trained; select more of the "
-            "demonstrations"
-        )
+        raise PromptError("a start must hold more than the BOS, which is not trained; select more")
     refuse_gaps(start, "a start")

@@ -183,10 +183,7 @@ def selected_by(
 
 
 def queries_after(batch: PromptBatch, tokens: Int[Tensor, " position"]) -> PromptBatch:
-    """The queries of a batch up to their targets, after other tokens, padded on the right.
-
-    The tokens may be none. All are run, and label positions are left out.
-    """
+    """The queries up to their targets, without label positions, after tokens that may be none."""
     count, rows = len(tokens), len(batch)
     lengths = batch.target_positions - batch.query_start + 1
     offsets = torch.arange(longest_query(batch), device="cpu")

@@ -110,8 +110,7 @@ def train_reweighting(
     are trained on, and the beta of the last step counts; if training diverges, that of the check
     before which the mean loss was lowest. The paper uses batches of one prompt
     (``build_prompts(..., batch_size=1)``), 4 training examples a class, and the defaults: 10 rounds
-    with Adam at learning rate 0.01. Several processes all do the same training, and get the beta of
-    the main process.
+    with Adam at learning rate 0.01. All processes get the beta of the main one.
 
     $$
     A_{h\ell}(q, p_i) \; \mapsto \; A_{h\ell}(q, p_i) \, \exp(\beta_{h\ell i})
@@ -132,8 +131,7 @@ def train_reweighting(
 
     Args:
         batches: Training prompts, all with the same demonstrations and with their true labels.
-        start: Beta at the start, 0 by default. An axis of length 1 is shared, as in (layer, 1,
-            anchor) and (layer, 1, 1).
+        start: Beta at the start, 0 by default. Axes of length 1 are shared: (layer, 1, anchor).
 
     Raises:
         PromptError: The prompts differ in their label words.
@@ -190,8 +188,6 @@ def train_reweighting(
 
 @dataclass(frozen=True, eq=False)
 class _TrainedBeta(Trainable):
-    """A beta that is learned."""
-
     beta: Float[Tensor, "_ _ _"]  # an axis of length 1 is shared
     ready: Mapping[int, QueryPass]  # by the ``id`` of each batch, without hooks
 

@@ -1,8 +1,7 @@
 """Which positions of the demonstrations a compressed context stores.
 
 A selection is a function from the demonstrations, as a batch of one prompt, to these positions.
-Your own functions with the same signature work as those here. What must ask the model is a
-``ByScore``.
+Your own functions work as those here. What must ask the model is a ``ByScore``.
 """
 
 from collections.abc import Callable, Sequence
@@ -68,8 +67,7 @@ def random_and_format(seed: int) -> Selection:
     the word has; a PromptError if there are fewer. The draw depends on ``seed`` and demonstrations.
 
     Examples:
-        >>> selections = [al.contexts.selection.random_and_format(seed) for seed in range(3)]
-        >>> contexts = [al.compress(model, batch, select=select) for select in selections]
+        >>> context = al.compress(model, batch, al.contexts.selection.random_and_format(seed=0))
     """
 
     def select(demonstrations: PromptBatch) -> Bool[Tensor, " position"]:
@@ -109,8 +107,7 @@ class ByScore(InOneLine):
         name: What ``info["scored"]`` of the context names.
 
     Raises:
-        PromptError: ``keep`` is less than is always stored, more than there is, or not known; or
-            the scores do not fit.
+        PromptError: ``keep`` or scores do not fit, or label words and format are not known.
         MetricError: It reads a gradient.
 
     Examples:
@@ -176,8 +173,7 @@ def by_score(score: ScoreName, keep: Keep = anchors_and_format, *, window: int =
       the question for its window, here it is the end of the demonstrations.
 
     Examples:
-        >>> by_score, names = al.contexts.selection.by_score, al.contexts.selection.SCORE_NAMES
-        >>> contexts = [al.compress(model, batch, by_score(name)) for name in names]
+        >>> context = al.compress(model, batch, al.contexts.selection.by_score("small keys"))
     """
     if window < 1:
         raise PromptError(f"window must be a number of tokens from 1; got {window}")
@@ -250,8 +246,7 @@ def _budget(batch: PromptBatch, keep: Keep, last: int = 0) -> tuple[int, Bool[Te
         raise PromptError(
             f"keep must be from {least} (BOS, instructions and the last {last} are always stored) "
             f"to {length}, the positions of the demonstrations, or a share above 0, up to 1; a "
-            f"window is shorter; got keep={name_of(keep) if callable(keep) else keep}, that is "
-            f"{count} positions"
+            f"window is shorter; got keep={name_of(keep) if callable(keep) else keep}, or {count}"
         )
     return count, always
 
@@ -273,7 +268,6 @@ def _in_segments(demonstrations: PromptBatch, *segments: int) -> Bool[Tensor, " 
     if not _has_texts(demonstrations):
         raise PromptError(
             "it is not known which tokens of these prompts are texts and which are format; build "
-            "them with build_prompts, or pass your own select; a selection by score takes a "
-            "number, keep=64"
+            "them with build_prompts, or pass your own select; by score, a number such as keep=64"
         )
     return torch.isin(demonstrations.segments[0], torch.tensor(segments, device="cpu"))

@@ -139,6 +139,5 @@ def _check_reads_embeddings_alone(
     if not difference <= tolerance(model, ROUNDINGS):
         raise ModelError(
             f"{model.cfg.model_name} reads tokens elsewhere than at hook_embed, too: from "
-            f"embeddings alone its logits are off by {difference:.1e} of the largest; train a "
-            "prefix or a hard prompt"
+            f"embeddings alone logits are off by {difference:.1e}; train a prefix or hard prompt"
         )

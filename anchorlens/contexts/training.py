@@ -117,10 +117,8 @@ class Training:
     cache; a StoreError for the folder of another training.
 
     Attributes:
-        steps: Number of optimizer steps; 0 returns the start. Default 300, for re-weighting 10
-            rounds.
-        optimizer: Function from a list of parameters to their ``torch.optim`` one; trainers have
-            one.
+        steps: Number of optimizer steps; 0 returns the start. Default 300; re-weighting: 10 rounds.
+        optimizer: Function from a list of parameters to their ``torch.optim`` optimizer; or None.
         clip: Largest norm of the gradient over all parameters. Default 1, for re-weighting none.
         check_every: Steps from one check to the next.
         seed: Of the order of the batches and of what the trainer draws.
@@ -335,8 +333,7 @@ class TrainingRun:
                 each.is_leaf and each.requires_grad for each in parameters
             ):
                 raise MetricError(
-                    f"{what} must be one leaf or more that require a gradient (torch.zeros(3, "
-                    "requires_grad=True))"
+                    f"{what} must be leaves with gradient, as torch.zeros(3, requires_grad=True)"
                 )
             optimizer = self.optimizer(parameters)
             file = _StateFile.of(self, trainable)

@@ -34,8 +34,7 @@ class DiagnosisRecord(Record):
             distance predicts confusion. NaN with fewer than three pairs, or no distances.
         p_value: Share of the permutations of the classes (the identity included) whose correlation
             is at least the observed one, above 0 and up to 1. Small: distance predicts confusion
-            better than keys that are assigned to classes at random. At least 1/6 with three
-            classes, 1/24 with four.
+            better than keys assigned to classes at random. At least 1/6 with three classes.
         position_correlation: Spearman correlation of distance with that in position of the label
             words, from -1 to 1. Where it is high, the p-value does not tell keys from positions;
             average over several orders of the demonstrations.
@@ -50,10 +49,10 @@ class DiagnosisRecord(Record):
     layer: Int[Tensor, ""]
 
     caption: ClassVar[str] = (
-        f"{AnchorDistancesRecord.caption} "
-        "Below: rank correlation of distance and confusion over pairs of classes, by layer; near "
-        "1, the keys predict which classes are confused. Dashed: correlation of distance with "
-        "the positions of the label words; where it is high, too, position may be the reason."
+        f"{AnchorDistancesRecord.caption} Below: rank correlation of distance and confusion over "
+        "pairs of classes, by layer; near 1, keys predict confusion. Dashed: correlation of "
+        "distance with the positions of the label words; where it is high, too, position may be "
+        "the reason."
     )
 
     def pairs(self) -> pd.DataFrame:
@@ -61,11 +60,6 @@ class DiagnosisRecord(Record):
 
         Of ``predicted_rank`` and ``actual_rank`` 1 is the most confused; equal values share their
         mean rank. Pairs without an AUC come last, without a rank.
-
-        Examples:
-            >>> distances = al.run(model, batches, [al.AnchorDistances()], progress=False)
-            >>> al.diagnose(distances["anchor_distances"]).pairs().shape
-            (15, 6)
         """
         names, size = self._class_names(), len(self.actual)
         first, second = torch.triu_indices(size, size, 1, device="cpu")
@@ -148,9 +142,6 @@ def diagnose(distances: Record, *, layer: int | None = None) -> DiagnosisRecord:
         HookError: There is no such layer.
 
     Examples:
-        >>> examples = al.load_examples("questions")
-        >>> other = al.sample_demonstrations(examples, seed=43)  # in another order
-        >>> batches = batches + al.build_prompts(model.tokenizer, task, other, examples[-14:])
         >>> results = al.run(model, batches, [al.AnchorDistances()], progress=False)
         >>> figure = al.diagnose(results["anchor_distances"]).plot()
     """
@@ -184,10 +175,7 @@ def permutation_test(
     actual: Float[Tensor, "class class"],
     orders: Int[Tensor, "order class"],
 ) -> tuple[Float[Tensor, " layer"], Float[Tensor, " layer"], Float[Tensor, " layer"]]:
-    """Correlation in each layer, and the p-values of a correlation as high, and of one as low.
-
-    They are shares of class orders at least, or at most, as high as the identity, the first one.
-    """
+    """Correlation in each layer for the first order, the shares of orders as high, and as low."""
     first, second = torch.triu_indices(len(actual), len(actual), 1, device="cpu")
     # The distances are permuted, not the confusions: so every order leaves out the same pairs
     # without a confusion, and all orders are compared over the same confusions.

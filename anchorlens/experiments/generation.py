@@ -128,8 +128,7 @@ def trace_generation(
     check_options(model, prompt_batch, weight, chunk)
     if ANSWER in prompt_batch.segment_names:
         raise PromptError(
-            f"a piece of the prompt is called {ANSWER!r}, as what the model writes; choose another "
-            "name"
+            f"a piece of the prompt is called {ANSWER!r}, which the model writes; rename it"
         )
     length = prompt_batch.tokens.shape[1]
     if length + max_new_tokens > model.cfg.n_ctx:
@@ -145,8 +144,7 @@ def trace_generation(
     names, count = [*prompt_batch.segment_names, ANSWER], tokens.shape[1] - length
     if not count:
         raise PromptError(
-            "the model ends the text at once; let the prompt end where a text goes on, or pass "
-            "stop_at_eos=False"
+            "the model ends the text at once; pass another prompt, or stop_at_eos=False"
         )
     batch = PromptBatch.from_segments(
         tokens,
@@ -170,8 +168,7 @@ def _acting(
     if wrong := [point for point, act in acting if isinstance(act, WholeHook)]:
         raise HookError(
             f"a hook at {wrong[0]} replaces or reweights in whole prompts, and cannot act while "
-            "the model writes; give hooks that cut or scale edges or detach heads, or a function "
-            "(tensor, hook)"
+            "the model writes; give hooks that cut or scale edges or detach heads, or functions"
         )
     return acting
 
@@ -232,6 +229,5 @@ def _refuse_another_text(
         raise ModelError(
             f"the model wrote token {step + 1} of the answer with the probability {written:.3g}, "
             f"but in one pass over the whole text the token has {whole:.3g}. Its key-value cache "
-            "changes what it writes; pass use_past_kv_cache=False, and remove hooks that act on "
-            "whole prompts"
+            "changes what it writes; pass use_past_kv_cache=False, or remove hooks"
         )

@@ -56,8 +56,7 @@ class HeadEffectsRecord(Record):
 
     Attributes:
         effect: Mean change of the log-odds of the right answer, in nats, any number. Above 0 for a
-            writer, whose output after true labels makes the right answer likelier; below 0 for a
-            canceller.
+            writer, whose output after true labels makes it likelier; below 0 for a canceller.
         probability_effect: The same in probability, from -1 to 1 (the source's indirect effect).
         effect_of_prompts: ``effect`` in each prompt.
         log_odds: Log-odds of the right answer in each prompt with shuffled labels, unchanged.
@@ -76,8 +75,7 @@ class HeadEffectsRecord(Record):
     caption: ClassVar[str] = (
         "What each head adds to the right answer: its mean output at the target, written into "
         "prompts whose demonstrations have shuffled labels. Change of log-odds in nats: above 0 "
-        "the head writes the answer, below 0 it cancels it. The largest of many heads are partly "
-        "largest by chance."
+        "the head writes the answer, below 0 it cancels it. The largest of many are partly chance."
     )
 
     def plot(self) -> go.Figure:
@@ -176,8 +174,7 @@ def head_effects(
         >>> queries = al.load_examples("questions")[:3]
         >>> shuffled = al.build_prompts(model.tokenizer, *mixed, queries)
         >>> record = al.head_effects(model, batches, shuffled, resamples=0, progress=False)
-        >>> writers = record.largest(3).query("sign > 0")[["layer", "head"]].values.tolist()
-        >>> cut = al.replace_heads(model, batch, 0.0, al.Site.of_heads(writers))
+        >>> writers = record.largest(3).query("sign > 0")[["layer", "head"]]
     """
     ensure_prepared(model)
     refuse_folded_value_biases(model)
@@ -211,7 +208,6 @@ class HeadEffects(Question):
     record: ClassVar = HeadEffectsRecord
 
     def further(self, model: HookedModel, batches: Sequence[PromptBatch]) -> Further:
-        """A pass for each head, which begins in its layer."""
         layers = attention_layers(model)
         return Further([partial(self._replaced, model, layers[0], 0)], layers)
 
@@ -221,7 +217,6 @@ class HeadEffects(Question):
         return replace_heads(model, batch, self.outputs, Site(layer, head))
 
     def of_batch(self, passes: Passes, batch: PromptBatch) -> dict[str, Tensor]:
-        """The log-odds of the right answer, clean and with each head replaced."""
         answers = batch.label_token_ids[batch.gold].tolist()
         layers, heads = attention_layers(passes.model), self.outputs.shape[1]
         clean = log_odds_of(passes.clean(batch), answers).cpu()
@@ -238,11 +233,9 @@ class HeadEffects(Question):
         return {"clean": clean, "replaced": replaced}
 
     def once(self, passes: Passes, contributions: Mapping[str, Tensor]) -> Mapping[str, Any]:
-        """The mean outputs, and the layers in which passes do not begin."""
         reasons = passes.why_not_late(attention_layers(passes.model))
         not_late = {f"layer {layer}": why for layer, why in reasons.items()}
         return {"info": {"prompts_of_mean": self.prompts_of_mean, "not_started_late": not_late}}
 
     def result(self, contributions: Contributions) -> HeadEffectsRecord:
-        """The effects, beside the mean outputs."""
         return HeadEffectsRecord.of(contributions, outputs=self.outputs)

@@ -40,8 +40,7 @@ class LabelDependenceRecord(Record):
 
     Attributes:
         truth: Share of queries whose prediction is the true class, from 0 to 1.
-        prior: Share whose prediction is that of the query alone, from 0 to 1; high: they change
-            little.
+        prior: Share whose prediction is that of the query alone, from 0 to 1; high: no change.
         prompt: Share whose prediction is the class that demonstrations give to the true class, from
             0 to 1; high: the model follows them. Queries without one do not count.
         override: Share that follows them against the query alone, from 0 to 1, of the queries whose
@@ -59,8 +58,8 @@ class LabelDependenceRecord(Record):
 
     caption: ClassVar[str] = (
         "Share of predictions that are the true class (truth), that of the query alone (prior), or "
-        "the class that the demonstrations give to the true class (prompt; override: where this is "
-        "another class, and not that of the query alone)."
+        "the class that demonstrations give to the true one (prompt; override: another one, not "
+        "that of the prior)."
     )
     names_in_info: ClassVar[Mapping[str, str]] = {"relabeling": "relabelings"}
 
@@ -112,8 +111,8 @@ def label_dependence(
         symbols, only demonstrations can raise truth above chance.
 
     Pitfalls:
-        An answer counts for all that it agrees with. Give random labels several seeds: one order
-        may be close to gold.
+        Answers count for all that they agree with. Random labels need several seeds: one may be
+        near gold.
 
     Source:
         Relabelings as in Min et al. (EMNLP 2022) and Wei et al. (2023). The formulas are ours.

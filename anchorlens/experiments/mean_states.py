@@ -55,10 +55,7 @@ def mean_states(
     split: Callable[[Tensor], Tensor] = lambda tensor: tensor,
     **options: Any,
 ) -> Float[Tensor, "layer anchor *axes"]:
-    """The mean in float64 of what a hook point gives out at positions of whole prompts.
-
-    ``options`` are the folder and the progress bar of ``run``.
-    """
+    """The mean in float64 of what a hook point gives out at positions of whole prompts."""
 
     def contributions_of(batch: PromptBatch) -> dict[str, Tensor]:
         rows, columns = positions_in(batch, positions).nonzero(as_tuple=True)

@@ -46,10 +46,7 @@ def with_random_models(
     folder: Path | None = None,
     progress: bool = True,
 ) -> Results:
-    """The records with the numbers of models of random weights, or the reason why there are none.
-
-    ``asked`` True draws the weights of any model, None those of a small one, False none.
-    """
+    """The records with the numbers of random models (None: of small ones), or with the reason."""
     reason = "left out" if asked is False else _why_not(model, asked is True)
     found: list[Mapping[str, Record]] = []
     if not reason:
@@ -104,7 +101,6 @@ def _why_not(model: HookedModel, asked: bool) -> str:
 
 
 def _few(batches: Sequence[PromptBatch]) -> list[PromptBatch]:
-    """The first prompts."""
     few, missing = list[PromptBatch](), PROMPTS
     for batch in batches:
         if missing > 0:
@@ -120,7 +116,6 @@ def _records(
     seed: int,
     **options: Any,
 ) -> Mapping[str, Record]:
-    """The metrics of a model of the same architecture with weights of a seed."""
     drawn = _new_model(model, seed)
     with hidden_warnings():  # such a model may predict one class only: a metric has no number
         able, _ = possible(drawn, batches, metrics)
@@ -150,8 +145,7 @@ def _new_model(model: Any, seed: int) -> HookedModel:
         now, before = getattr(drawn.cfg, size), getattr(model.cfg, size)
         if now != before:
             raise ModelError(
-                f"the configuration was changed after loading: its {size} is {now}, and that of "
-                f"the model {before}"
+                f"the configuration was changed after loading: its {size} was {before} and is {now}"
             )
     take_over(drawn, model)
     return drawn

@@ -37,8 +37,7 @@ class RetrievalHeadsRecord(Record):
     """How much the query reads the right documents by each head.
 
     Attributes:
-        score: Mean score of the right documents, from -1 to 1; high: the query reads them more than
-            the null query.
+        score: Mean score of the right documents, from -1 to 1; high: more than a null query.
         raw: Mean attention from the query to all tokens of right documents, from 0 to 1.
         found: Share of prompts in which a right document has the highest score, from 0 to 1.
     """
@@ -113,8 +112,7 @@ def retrieval_heads(
 
     How to read:
         A head with a high score and ``found`` looks for what the query asks; ``raw`` is also high
-        where a head always reads there. ``record.masking()`` asks what is lost without the best
-        heads.
+        where a head always reads there. ``record.masking()`` asks what is lost without them.
 
     Pitfalls:
         The best of many heads are partly best by chance: test them on other prompts.

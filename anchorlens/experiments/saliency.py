@@ -53,8 +53,7 @@ def saliency(
         gradient_checkpointing: For long prompts; see ``run``.
 
     Raises:
-        MetricError: There are no true labels, or the weight needs values or gives no number an
-            edge.
+        MetricError: There are no true labels, or the weight needs values or does not fit.
         PromptError: The prompts do not fit the model.
         ModelError: The attention hooks do not act, or value biases are folded.
 

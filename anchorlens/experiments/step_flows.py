@@ -35,16 +35,14 @@ class StepFlowsRecord(Record):
     Attributes:
         loss: Cross entropy of each step given all before it, in nats; low: the token is expected.
         read: Mean weight of the edges from the position that predicts a step to the earlier tokens
-            of each segment. High: the prediction depends on what is read there directly. NaN for
-            none.
+            of each segment. High: the prediction depends on what it reads there. NaN for none.
         total: Sum of the weight of all edges between two segments, with the loss of one step: also
             what is read through other tokens. Edges of later positions are exactly 0.
         output_saliency: Mean saliency of the edges from the position that predicts a step to the
             earlier steps, where the map of a layer ``sum_h |A dL/dA|`` is divided by its l2 norm
             (Zhang et al., 2026: its text, not its published code). Low: the prediction depends
             little on what was written before. NaN for the first two steps.
-        read_of_tokens: Weight of the edge to each earlier token, of which ``read`` is the mean;
-            else 0.
+        read_of_tokens: Weight of the edge to each earlier token, whose mean is ``read``.
         positions: Position of the token of each step; the one before it predicts it.
         segment_of_tokens: Segment of each token, or -1 for none.
     """
@@ -59,7 +57,7 @@ class StepFlowsRecord(Record):
 
     caption: ClassVar[str] = (
         "What the position that predicts each token reads from each segment, mean over layers of "
-        "its share in the layer."
+        "its share."
     )
 
     @checked
@@ -209,7 +207,6 @@ def _numbers_of_step(
 def _stacked_steps(
     of_steps: Mapping[tuple[int, int], Mapping[str, Tensor]], name: str
 ) -> Float[Tensor, "step layer ..."]:
-    """A number of all steps and layers, on the CPU."""
     steps, layers = (1 + max(index) for index in zip(*of_steps, strict=True))
     of_step = [[of_steps[step, layer][name] for layer in range(layers)] for step in range(steps)]
     return torch.stack([torch.stack(on_one_device(values)) for values in of_step]).cpu()

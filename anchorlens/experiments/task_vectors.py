@@ -62,9 +62,9 @@ class TaskVectorsRecord(Record):
     correct: Float[Tensor, "prompt layer"] = of_prompts("correct")
 
     caption: ClassVar[str] = (
-        "Share of queries whose predicted label is true, with the state after one layer taken from "
-        "prompts with demonstrations. Dashed: with nothing written, and after the demonstrations. "
-        "Where the line reaches that of the demonstrations, this state carries the task."
+        "Share of queries whose predicted label is true, with the state after one layer of prompts "
+        "with demonstrations. Dashed: nothing written, and after the demonstrations. Where the "
+        "lines meet, this state carries the task."
     )
 
     def plot(self) -> go.Figure:
@@ -102,8 +102,7 @@ class TaskVectorsRecord(Record):
         expected = (model.cfg.n_layers, model.cfg.d_model)
         if (self.vectors.shape[0], self.vectors.shape[2]) != expected:
             raise HookError(
-                f"vectors of this model are of (layer, d_model) = {expected}; got "
-                f"{described(self.vectors)}"
+                f"vectors must have (layer, d_model) = {expected}; got {described(self.vectors)}"
             )
         chosen = positions_in(batch, positions, self.vectors.shape[1])
         return write_states(batch, chosen, self.vectors, number)
@@ -168,10 +167,8 @@ def task_vectors(
         folder: It gets the folders ``vectors``, ``demonstrations`` and ``written``.
 
     Raises:
-        MetricError: Queries have no true labels, or ``positions`` are not as many in each prompt;
-            before any pass.
-        PromptError: Prompts do not fit the model, have no label words, or ``into`` has other
-            queries.
+        MetricError: Queries have no true labels, or ``positions`` are not as many in each prompt.
+        PromptError: Prompts do not fit the model, lack label words, or ``into`` has other queries.
 
     Warns:
         UserWarning: A query is in ``batches`` and in ``tested``.
@@ -183,13 +180,6 @@ def task_vectors(
         >>> alone = al.contexts.NoContext().query_pass(model, batch).batch  # the query alone
         >>> hooks = vectors.hooks(model, alone, layer=1)
         >>> logits = model.run_with_hooks(alone.tokens.to(model.cfg.device), fwd_hooks=hooks)
-
-        Label words after shuffled labels are replaced by those after true labels.
-
-        >>> mixed = al.relabeling.relabel(demos, task, al.relabeling.random(seed=0))
-        >>> shuffled = al.build_prompts(model.tokenizer, *mixed, queries)
-        >>> at_labels = al.task_vectors(model, batches, tested, into=shuffled,
-        ...     positions=al.edges.anchors, resamples=0, progress=False)
     """
     ensure_prepared(model)
     names = ("vectors", "demonstrations", "written")

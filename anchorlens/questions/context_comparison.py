@@ -89,8 +89,7 @@ class ContextsRecord(Record):
             tokens that do it, and not that there are some.
         label_loyalty: Share of queries whose predicted label is that of the whole prompt, from 0 to
             1; high: the context predicts as the demonstrations do.
-        word_loyalty: Mean Jaccard similarity of the top 5 next tokens to the whole prompt's, 0 to
-            1.
+        word_loyalty: Mean Jaccard similarity of the top 5 next tokens to the whole prompt's.
         kl: Mean KL(whole prompt || context) of the next token, in nats, from 0 up; low: similar.
         bytes_stored: Bytes of the stored keys and values, mean over sets of demonstrations.
         seconds: Seconds a query takes after the context, which was made before; NaN if not timed.
@@ -148,13 +147,12 @@ class ContextsRecord(Record):
     word_overlap: Float[Tensor, "prompt context"] = of_prompts("word_overlap")
 
     caption: ClassVar[str] = (
-        "The same queries after each context. Loyalty: to the demonstrations, that is to the "
-        "answers from whole prompts, which have no point there. Stolen attention, in "
-        "the table: the part of the target's attention that goes to the context, without BOS, as a "
-        "mean over layers and heads. Random controls, if drawn, are as many random words in place "
-        "of the label words, or random tokens: a high point beside low ones of theirs says that "
-        "the chosen tokens in particular carry what is needed. In the paper (GPT2-XL) 79 % of the "
-        "labels stay with label words and format alone, and 49 % with random words."
+        "The same queries after each context. Loyalty: to the answers from whole prompts, which "
+        "have no point there. Stolen attention, in the table: the part of the target's attention "
+        "that goes to the context, without BOS, mean over layers and heads. Random controls, if "
+        "drawn, are as many random words or tokens: a high point beside low ones of theirs says "
+        "that the chosen tokens in particular carry what is needed. In the paper (GPT2-XL) 79 % of "
+        "the labels stay with label words and format alone, and 49 % with random words."
     )
     names_in_info: ClassVar[Mapping[str, str]] = {"context": "contexts"}
 
@@ -274,8 +272,7 @@ class ContextComparison(Question):
     \frac{1}{L H} \sum\limits_{\ell, h} \, \sum\limits_{j \in P} A_{h\ell}(q, j)
     $$
 
-    The paper's Table 2 is this comparison for ``al.compress`` with 20 draws, and its Table 3 the
-    times.
+    The paper's Table 2 is this for ``al.compress`` with 20 draws, its Table 3 the times.
 
     Range:
         Accuracy, loyalties and stolen attention 0 to 1, gains and gaps -1 to 1, KL 0 or more.
@@ -298,8 +295,7 @@ class ContextComparison(Question):
         control: Function of the number of a draw to a selection; see ``compress``.
         positions: Positions of the tokens of a control; see ``compress``.
         random: Controls of your own beside these, as those of ``al.contexts.hard_prompts.random``.
-        repeats: Timed passes of each context, after one that is not timed; 0 for no times. Each
-            call measures them again.
+        repeats: Timed passes of each context in each call, after an untimed one; 0 for no times.
 
     Raises:
         PromptError: There are no ``contexts``, one was trained on these queries or does not fit
@@ -312,11 +308,6 @@ class ContextComparison(Question):
         >>> results = al.run(model, batches, [al.ContextComparison(contexts)], progress=False)
         >>> results["contexts"].table().index.to_list()
         ['none', 'anchors only']
-
-        How much of the demonstrations' answers stays, beside as many random words (Table 2).
-
-        >>> asked = al.ContextComparison({"anchors only": al.compress}, draws=3)
-        >>> record = al.run(model, batches, [asked], progress=False)["contexts"]
     """
 
     contexts: Mapping[str, Context | MakeContext]
@@ -442,15 +433,13 @@ class _Comparison(Question):
         return {"info": info, "seconds": seconds[1:], "whole_seconds": seconds[0]}
 
     def result(self, contributions: Contributions, **seconds: Tensor) -> ContextsRecord:
-        """The numbers of the contexts, beside their times."""
         return ContextsRecord.of(contributions, **seconds)
 
 
 def _check_contexts(contexts: Mapping[str, Context | MakeContext]) -> None:
     if not contexts:
         raise PromptError(
-            "contexts are given by name, {'none': al.contexts.NoContext(), 'anchors only': "
-            "al.compress}; got none"
+            "contexts are given by name, such as {'anchors only': al.compress}; got none"
         )
     for name, context in contexts.items():
         if not name.strip():
@@ -458,8 +447,7 @@ def _check_contexts(contexts: Mapping[str, Context | MakeContext]) -> None:
         if isinstance(context, type) or not (is_context(context) or callable(context)):
             got = f"the class {context.__name__}" if isinstance(context, type) else repr(context)
             raise PromptError(
-                f"{name!r} must be a context (size, query_pass, logits) or a function of (model, "
-                f"batch) to one; got {got}"
+                f"{name!r} must be a context (size, query_pass, logits) or makes one; got {got}"
             )
 
 
@@ -491,7 +479,6 @@ def _make(
     given: Context | MakeContext,
     digests: set[int],
 ) -> Context:
-    """A context for the demonstrations of a batch."""
     if is_context(given):
         return given
     made: Any = given(model, batch)  # type: ignore[operator]

@@ -103,13 +103,11 @@ class EdgeSweepRecord(Record):
     random_word_overlap: Float[Tensor, "prompt draw site"] = of_prompts("random_word_overlap")
 
     caption: ClassVar[str] = (
-        "Positions cannot read others along the edges that are cut, and isolated words cannot "
-        "collect information from the words before them. Label loyalty: share of predicted "
-        "labels that stay. Word loyalty: overlap (Jaccard) of the 5 likeliest next words. All of "
-        "it stays where the cut changes nothing. Random edges or words: as many, mean of the "
-        "draws. In the paper label words isolated in the first layers matter most. "
-        "Where the BOS edge is kept, label words still attend to BOS, which the paper's prompts do "
-        "not have."
+        "Nothing is read along edges that are cut, and isolated words collect nothing from the "
+        "words before them. Label loyalty: share of predicted labels that stay. Word loyalty: "
+        "overlap (Jaccard) of the 5 likeliest next words. Random edges or words: as many, mean of "
+        "the draws. In the paper label words isolated in the first layers matter most. Where the "
+        "BOS edge is kept, label words attend to BOS, which the paper has not."
     )
     names_in_info: ClassVar[Mapping[str, str]] = {"site": "sites"}
 
@@ -167,8 +165,7 @@ class EdgeSweep(Question):
     Pitfalls:
         With ``renormalize=True`` (the default) attention goes to the edges that remain, so a cut
         also adds. Random edges have less attention than edges that are read much, and a gap may say
-        no more: compare sets with one another too. ``random_edges`` are mostly inside the
-        demonstrations.
+        no more: compare sets with one another too. ``random_edges`` mostly lie before the query.
 
     Source:
         Not in the paper. Sia et al., *Where does In-context Learning Happen in Large Language
@@ -180,8 +177,7 @@ class EdgeSweep(Question):
     Args:
         edges: Function of a batch to the edges to cut, as those of ``al.edges``.
         sites: Layers and heads to cut in, by name: from functions of ``al.sites``, or by hand, as
-            ``{"first 5": al.Site(range(5)), "head 3.1": al.Site(3, heads=1)}``; join them with
-            ``|``.
+            ``{"head 3.1": al.Site(3, heads=1)}``; join them with ``|``.
         control: Function (batch, edges, seed) to as many random edges, the same in all layers:
             ``al.edges.random_keys`` has other keys for the same queries, ``al.edges.random_edges``
             any other edges of the prompt, for sets that leave their queries too few other keys.
@@ -192,27 +188,17 @@ class EdgeSweep(Question):
 
     Raises:
         HookError: Before any pass: a layer or head does not exist, there is no site or no edge to
-            cut, a site has ``keep_bos`` for prompts without BOS, or there are too few other edges
-            for the control.
+            cut, a site has ``keep_bos`` for prompts without BOS, or too few edges for the control.
         PromptError: ``edges`` or ``control`` gives no edges from tokens to earlier tokens.
-        ModelError: The hooks do not act, or a site acts after the softmax and value biases are
-            folded.
+        ModelError: Hooks do not act, or a site acts after the softmax on folded value biases.
 
     Examples:
-        The target reads the token before each label word in windows of two layers.
-
-        >>> read = lambda batch: al.edges.between(
-        ...     al.edges.target(batch), al.edges.forerunners(batch))
-        >>> sweep = al.EdgeSweep(read, al.sites.windows(model, 2), draws=2)
-        >>> record = al.run(model, batches, [sweep], progress=False)["edge_sweep"]
-
         The query reads no demonstration from layer j on.
 
-        >>> context = lambda batch: al.edges.between(
+        >>> read = lambda batch: al.edges.between(
         ...     al.edges.query(batch), al.edges.demonstrations(batch))
-        >>> n = model.cfg.n_layers
-        >>> sites = {f"from layer {j}": al.Site(range(j, n)) for j in range(n)}
-        >>> sweep = al.EdgeSweep(context, sites, draws=1, control=al.edges.random_edges)
+        >>> sites = {f"from layer {j}": al.Site(range(j, 2)) for j in range(2)}  # of 2 layers
+        >>> sweep = al.EdgeSweep(read, sites, draws=1, control=al.edges.random_edges)
         >>> figure = al.run(model, batches, [sweep], progress=False)["edge_sweep"].plot()
     """
 
@@ -264,9 +250,9 @@ class EdgeSweep(Question):
             edge may do much of the damage: report ``keep_bos=True`` too.
 
         Examples:
-            >>> sites = al.sites.first_and_last(model, [1, 2]) | al.sites.single_heads(model, 0)
-            >>> asked = [al.Accuracy(), al.EdgeSweep.isolation(sites, draws=2)]
-            >>> figure = al.run(model, batches, asked, progress=False)["isolation"].plot()
+            >>> sites = al.sites.first_and_last(model, [1]) | al.sites.single_heads(model, 0)
+            >>> sweep = al.EdgeSweep.isolation(sites, draws=2)
+            >>> figure = al.run(model, batches, [sweep], progress=False)["isolation"].plot()
         """
         edges, control = ISOLATIONS[whole_words]
         return cls(edges, sites, control=control, draws=draws, seed=seed, name=name)

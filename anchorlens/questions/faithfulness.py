@@ -97,10 +97,10 @@ class FaithfulnessRecord(Record):
     caption: ClassVar[str] = (
         "LDS: the rank correlation of summed scores of kept segments with the log-odds of the "
         "answer; 1: the score says which removal hurts more, 0: it does not. Drop: what log p of "
-        "the answer loses without the segments of the highest scores. Read a low number beside the "
-        "best possible one: where that is high, the score misses what the answer rests on; where "
-        "it is low too, effects do not add up. Where random scores are high, the number of kept "
-        "segments alone predicts much."
+        "the answer loses without the segments of the highest scores. Where a number is low and "
+        "the best possible one high, the score misses what the answer rests on; where both are "
+        "low, effects do not add up. Where random scores are high, the number of kept segments "
+        "predicts much."
     )
     names_in_info: ClassVar[Mapping[str, str]] = {"score": "scores"}
 
@@ -265,8 +265,7 @@ class Faithfulness(Question):
       that summed scores can reach, and the largest drop of all choices (up to 100).
 
     Range:
-        LDS -1 to 1; drops any number of nats; scores of methods any log-odds: 1 is 2.7 times the
-        odds.
+        LDS -1 to 1; drops any number of nats; methods any log-odds: 1 is 2.7 times the odds.
 
     How to read:
         High: the answer rests on the segment; about 0: it is as likely without it; below 0: the
@@ -290,9 +289,9 @@ class Faithfulness(Question):
         float64), and scores up to as much of the largest score.
 
     Source:
-        Cohen-Wang et al., *ContextCite* (NeurIPS 2024), for y, lasso, subsets, LDS and drop (there
-        with 1, 3 and 5 sources, and deleted text); Park et al., *TRAK* (2023), for LDS. The two
-        rows are ours.
+        Cohen-Wang et al., *ContextCite* (NeurIPS 2024), for y, lasso, subsets, LDS and drop (of 1,
+        3 and 5 sources, with deleted text); Park et al., *TRAK* (2023), for LDS. Both rows are
+        ours.
 
     Args:
         scores: For each name one of these; high must mean that the segment helps the answer.
@@ -317,8 +316,7 @@ class Faithfulness(Question):
         top: How many segments are removed for the drop.
         seed: Of subsets, with the demonstrations, and of random scores, with the whole prompt.
 
-    ``info["passes"]`` of the record is the number of passes of a prompt, and ``info["reasons"]``
-    says why numbers are NaN.
+    ``info["passes"]`` is the passes of a prompt, ``info["reasons"]`` why numbers are NaN.
 
     Raises:
         MetricError: A score, a name, ``top``, ``subsets`` or what ``remove`` gives does not fit;
@@ -338,12 +336,10 @@ class Faithfulness(Question):
 
         And what are they worth?
 
-        >>> length = lambda batch: torch.stack(
-        ...     [of(batch).sum(1) for of in al.edges.each_demonstration(batch).values()], dim=1)
-        >>> asked = al.Faithfulness({"length": length, "one by one": al.subsets.one_by_one})
+        >>> asked = al.Faithfulness({"one by one": al.subsets.one_by_one})
         >>> record = al.run(model, batches[:1], [asked], progress=False)["faithfulness"]
         >>> record.axis_names("score")
-        ('length', 'one by one', 'random', 'best possible')
+        ('one by one', 'random', 'best possible')
     """
 
     scores: Mapping[str, AnyScore] | None = None
@@ -534,20 +530,18 @@ class _Compared(Question):
             reasons["LDS"] = f"no segment changes the answer of {flat} of {prompts} prompts"
         if self.choices > MOST_CHOICES:
             reasons[f"drop of {BEST}"] = (
-                f"of {self.choices} choices of {self.given.top} segments not all run, but of at "
-                f"most {MOST_CHOICES}"
+                f"of {self.choices} choices of {self.given.top} segments not all run (at most "
+                f"{MOST_CHOICES})"
             )
         return reasons
 
 
 def check_sizes(segments: int, subsets: int, top: int) -> None:
-    """Raise an error for numbers that do not fit the segments."""
     if subsets == 0:
         return
     if not 1 <= top <= segments:
         raise MetricError(
-            f"top= is how many of the {segments} segments are removed for the drop, from 1 to "
-            f"{segments}; got {top}"
+            f"top= is how many segments are removed for the drop, from 1 to {segments}; got {top}"
         )
     if segments >= FEWEST > subsets:
         raise MetricError(f"a rank correlation needs subsets={FEWEST} or more; got {subsets}")
@@ -582,8 +576,7 @@ def lds(
 ) -> Float[Tensor, "prompt score"]:
     """Spearman correlation over subsets of y and the summed scores of what is kept; NaN for none.
 
-    Of equal numbers each has the mean of their ranks. Equal y differ by at most ``rounding``, and
-    equal sums of scores by the margin of the score.
+    Equal y differ by at most ``rounding``, and equal sums by the margin of the score.
     """
     sums = scores @ kept.mT.to(scores.dtype)
     # 0.1 + 0.2 is equal to 0.3.

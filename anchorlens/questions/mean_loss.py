@@ -29,8 +29,7 @@ class LossRecord(Record):
     Attributes:
         loss: Mean loss of the run, with hooks if any; low where the model expects what follows.
         clean_loss: Mean loss without hooks.
-        change: ``loss - clean_loss``, paired by prompt; above 0 where hooks raise it, 0 without
-            any.
+        change: ``loss - clean_loss``, paired by prompt; above 0 where hooks raise it.
         loss_per_prompt: Loss of each prompt.
         clean_loss_per_prompt: Loss of each prompt without hooks.
     """
@@ -70,7 +69,7 @@ class Loss(Question):
         That of the loss: 0 or more, in nats, for those of ``al.losses``.
 
     How to read:
-        Read the change with its interval, beside that of a control such as as many random heads.
+        Read the change with its interval, beside that of a control, such as random heads.
 
     Pitfalls:
         ``al.losses.next_token_cross_entropy`` is a sum: give weights that sum to 1 in each prompt
@@ -82,15 +81,13 @@ class Loss(Question):
     Examples:
         The mean loss of texts in which no token reads the one before it in layer 0.
 
-        >>> texts = ["The museum opens at ten. The library opens", "Who wrote this? Nobody knows."]
-        >>> prompts = al.build_segments(model.tokenizer, texts)
+        >>> prompts = al.build_segments(model.tokenizer, ["The museum opens", "Nobody knows."])
         >>> def mean_over_tokens(batch):
         ...     has_next = batch.attention_mask & ~al.edges.target(batch)
         ...     return has_next / has_next.sum(1, keepdim=True)
         >>> asked = al.Loss(al.losses.next_token_cross_entropy(mean_over_tokens))
-        >>> results = al.run(model, prompts, [asked], progress=False,
-        ...     hooks=lambda batch: al.block_edges(model, batch, al.edges.previous_token, 0))
-        >>> change = results["loss"].estimate("change")
+        >>> cut = lambda batch: al.block_edges(model, batch, al.edges.previous_token, 0)
+        >>> change = al.run(model, prompts, [asked], hooks=cut, progress=False)["loss"].change
     """
 
     loss: LossOfBatch = label_cross_entropy

@@ -66,8 +66,7 @@ class PrefixEffectRecord(Record):
 
     Attributes:
         stolen: m, from 0 to 1: the part of the attention that goes to the prefix.
-        stolen_by_segment: The same for each segment of the prefix's tokens; the segments sum to
-            ``stolen``.
+        stolen_by_segment: The same for each segment of the prefix's tokens, in all ``stolen``.
         bos: Attention to BOS, from 0 to 1; NaN where prompts have no BOS outside the prefix.
         direct: |m (b - z~)| / |z0|, over all heads, from 0 up: the change by attention taken here.
         indirect: |z~ - z0| / |z0|, from 0 up: the change by earlier layers; exactly 0 in the first.
@@ -105,10 +104,9 @@ class PrefixEffectRecord(Record):
 
     caption: ClassVar[str] = (
         "Top: stolen attention, the part of the attention of the query's rows that goes to the "
-        "demonstrations, 0 to 1. Bottom: what changes the output of the attention. Direct: "
-        "attention taken in this layer. Indirect: what the demonstrations changed in earlier "
-        "layers; 0 in the first layer. Both are lengths, in units of the output without "
-        "demonstrations. The paper has no such figure."
+        "prefix. Bottom: what changes the output of the attention, in units of the output without "
+        "a prefix. Direct: attention taken in this layer. Indirect: what changed in earlier "
+        "layers; 0 in the first. The paper has no such figure."
     )
 
     def plot(self) -> go.Figure:
@@ -180,8 +178,7 @@ class PrefixEffect(Question):
         The raw difference z+ - z0 misleads: it also has -m z~, which differs from row to row. In
         low precision 1 - m is rough where m is near 1: use float32. ``concentration``,
         ``effective_rank`` and ``spread`` use the last row of each prompt, uncentred, and have no
-        interval, because they are biased in resamples. ``spread`` uses at most 256 positions, at
-        equal distances.
+        interval, because they are biased in resamples. ``spread`` uses at most 256 positions.
 
     Source:
         Not in the paper. Petrov, Torr and Bibi, *When Do Prompting and Prefix-Tuning Work?* (ICLR
@@ -209,11 +206,7 @@ class PrefixEffect(Question):
     Examples:
         >>> effect = al.run(model, batches, [al.PrefixEffect()], progress=False)["prefix_effect"]
         >>> labels = al.PrefixEffect(keys={"labels": al.edges.anchors}, rows=al.edges.target)
-
-        What a context does in place of the demonstrations.
-
         >>> compressed = al.PrefixEffect(context=al.compress(model, batch))
-        >>> results = al.run(model, batches, [compressed], progress=False)
     """
 
     keys: Mapping[str, edges.PositionsOfBatch] | None = field(default=None, hash=False)
@@ -228,8 +221,7 @@ class PrefixEffect(Question):
             object.__setattr__(self, "keys", keys)
         if not self.keys:
             raise MetricError(
-                "keys are functions of the batch by name, {'labels': al.edges.anchors}; got "
-                f"{self.keys!r}"
+                f"keys are functions by name, {{'labels': al.edges.anchors}}; got {self.keys!r}"
             )
 
     def check(self, model: HookedModel, batches: Sequence[PromptBatch], *, changed: bool) -> None:
@@ -488,10 +480,7 @@ def _maximum(values: Tensor, dims: int | tuple[int, ...]) -> Tensor:
 
 
 def _sampled(in_prefix: Bool[Tensor, "batch key"]) -> Int[Tensor, "batch sample"]:
-    """Positions of the prefix, at most ``POSITIONS`` at equal distances; -1 where there are less.
-
-    The number does not depend on the prefix, so that contributions have one shape.
-    """
+    """``POSITIONS`` of the prefix, at equal distances; -1 for none, so that there is one shape."""
     sampled = torch.full((len(in_prefix), POSITIONS), -1, device="cpu")
     for row, inside in zip(sampled, in_prefix, strict=True):
         positions = inside.nonzero().flatten()

@@ -52,7 +52,6 @@ class PrefixRuns:
     has_sinks: bool  # rows of the patterns sum to less than 1
 
     def layers(self) -> Iterator["LayerTerms"]:
-        """The terms of each layer."""
         for layer, alone in enumerate(self.alone):
             yield terms_of_layer(
                 self.with_prefix.layer(layer),
@@ -88,11 +87,7 @@ class LayerTerms:
 
 
 def prefix_runs(model: HookedModel, query_pass: QueryPass, in_prefix: Positions) -> PrefixRuns:
-    """Run a batch with the keys ``in_prefix`` for the rows of the query, and without these.
-
-    The tokens are the same in all passes, and edges are cut before the softmax. So all tokens stay
-    at their positions, whatever kind of positions the model has.
-    """
+    """Run a batch with the keys ``in_prefix`` for the query's rows, and with edges to them cut."""
     batch, prefix, hooks = query_pass.batch, query_pass.prefix, query_pass.hooks
     refuse_media_tokens(model, batch)
     queries = query(batch)

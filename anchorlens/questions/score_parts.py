@@ -39,14 +39,12 @@ class ScorePartsRecord(Record):
     ``key`` has the keys in order of appearance.
 
     Attributes:
-        contrast: How far the highest score of a key is above the mean of the others; 0: all are
-            alike.
+        contrast: How far the highest score of a key is above the mean of the others; 0: all equal.
         at_key: Parts of the contrast in the keys, with whole queries, which sum to it. High: what
             the query finds in the attended key.
         at_query: Parts of the contrast in the query, with whole keys: what looks for it.
         of_groups: ``at_key`` summed over the embedding, all attention, all MLPs, and biases.
-        pairs: Parts of the contrast for a part of the query and one of the keys, heads of a layer
-            together; they sum to it.
+        pairs: Parts of it for a part of the query and one of the keys, heads of a layer together.
         score: The score of each key minus the mean over the keys.
         score_at_key: Its parts in the keys, with whole queries.
         score_at_query: Its parts in the query, with whole keys.
@@ -74,10 +72,10 @@ class ScorePartsRecord(Record):
     carries_by_part: Float[Tensor, "head part"] = mean("carries_by_part")
 
     caption: ClassVar[str] = (
-        "Why a head looks where it looks: how far the score of the key that gets most attention is "
-        "above the mean of the other keys, in parts; the largest are shown. Top: pairs of what "
-        "looks (a part of the query) and what is found (a part of the keys). Bottom: what each "
-        "part of the keys adds with the whole query; above 0 it draws attention."
+        "How far the score of the key that gets most attention is above the mean of the others, in "
+        "parts; the largest are shown. Top: pairs of what looks (a part of the query) and what is "
+        "found (of the keys). Bottom: what each part of the keys adds with the whole query; above "
+        "0 it draws attention."
     )
     names: ClassVar[Mapping[str, Sequence[str]]] = {"group": GROUPS}
     names_in_info: ClassVar[Mapping[str, str]] = {
@@ -151,8 +149,7 @@ class ScoreParts(Question):
 
     with c the scale of the attention. Norms have the divisors of the pass; a rotation is linear for
     each position. ``score_at_key`` sums over a, ``score_at_query`` over b. The *contrast* is the
-    highest score minus the mean of the others; what is the same for all keys changes no attention
-    among them.
+    highest score minus the mean of the others; what all keys have changes nothing.
 
     Range:
         Any number; 1 more is e = 2.7 times the attention, before a soft cap.
@@ -174,8 +171,7 @@ class ScoreParts(Question):
         layer: The layer of the heads; a negative number counts from the end.
         heads: Its heads; by default all.
         queries: Which token looks: one position of each prompt.
-        keys: At what: as many positions in each prompt, at least two; those that a head cannot see
-            do not count.
+        keys: At what: as many positions in each prompt, at least two; unseen ones do not count.
         by: ``"layer"``: parts are the attention and the MLP of each layer. ``"head"``: each head
             and the bias, where these sum to what the attention adds (not in BitNet and Granite).
 

@@ -301,7 +301,7 @@ def test_damaged_files_are_refused(llama: Any, tmp_path: Path) -> None:
                 context_from_peft(folder, llama, batch)
             path.write_bytes(good[path])
         weights.unlink()
-        with pytest.raises(StoreError, match=r"adapter_model\.bin, load the adapter in peft"):
+        with pytest.raises(StoreError, match=r"adapter_model\.bin, load and save it in peft"):
             context_from_peft(folder, llama, batch)
 
 
