@@ -82,8 +82,8 @@ class Ablation:
         for batch in batches:
             if self.answer is None and not batch.has_label_words:
                 raise MetricError(
-                    "these prompts have no label words, so that the answer is a segment; give its "
-                    f"name, answer={batch.segment_names[-1]!r}"
+                    "these prompts have no label words: name the answer's segment, "
+                    f"answer={batch.segment_names[-1]!r}"
                 )
             predicting = self.predicting(batch)
             tokens = predicting if self.answer is None else edges.segment(batch, self.answer)
@@ -162,8 +162,8 @@ class Ablation:
         are_same = torch.equal(changed.index, batch.index)
         if not are_same or self.tokens(changed) != self.tokens(batch):
             raise MetricError(
-                f"{owner} must keep the prompts (index) and the tokens of their answers, in their "
-                "order; the batch that it returned has others"
+                f"{owner} must keep the prompts (index) and the tokens of their answers, but "
+                "returned others"
             )
         return changed, hooks
 

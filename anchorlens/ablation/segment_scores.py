@@ -217,8 +217,7 @@ def _called(name: str, score: Callable[[PromptBatch], Tensor], batch: PromptBatc
 def _check_metric(name: str, metric: Metric) -> None:
     if not hasattr(metric, "segment_scores"):
         raise MetricError(
-            f"score {name!r}: {type(metric).__name__} has no segment_scores; SegmentAttention, "
-            "SegmentFlows and SegmentRollout have"
+            f"score {name!r}: {type(metric).__name__} has no segment_scores, as SegmentFlows has"
         )
     if getattr(metric, "segments", None) is not None:
         raise MetricError(

@@ -207,8 +207,7 @@ def compress(
         Format tokens collect too: compare with ``al.contexts.selection.random_and_format``.
 
     Source:
-        Section 3.2, Tables 2 and 3. Text_anchor is no context but a prompt with empty texts
-        (``al.prompts.text_anchor_prompts``).
+        Section 3.2, Tables 2 and 3. Text_anchor is a prompt (``al.prompts.text_anchor_prompts``).
 
     Args:
         demonstrations: Any batch of ``build_prompts`` with these demonstrations.

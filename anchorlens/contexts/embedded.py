@@ -15,6 +15,7 @@ from ..models.hooked import Hook, HookedModel, vocabulary_of
 from ..models.kv_cache import KeyValues
 from ..passes.forward import run_prefix
 from ..prompts.batch import PromptBatch
+from ..system.devices import wide
 from .protocol import queries_after
 
 _HOOK = "hook_embed"
@@ -60,7 +61,7 @@ def embeddings_of(
 
     prefix_of_tokens(model, batch, tokens, observers=[(_HOOK, read)])
     # The optimizer's steps would round to 0 in low precision.
-    return seen[0].to(torch.promote_types(seen[0].dtype, torch.float32), copy=True)
+    return wide(seen[0]).clone()
 
 
 def start_tokens(model: HookedModel, start: Sequence[int], length: int) -> Int[Tensor, " length"]:

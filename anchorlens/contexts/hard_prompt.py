@@ -26,8 +26,7 @@ class HardPrompt(PrefixContext):
 
     Attributes:
         text: Their text, without the BOS.
-        encoded: The tokens of this text, with the BOS. They can be others than ``tokens``: a
-            tokenizer may join what stands side by side.
+        encoded: The tokens of this text, with the BOS; a tokenizer may join some of ``tokens``.
         encoded_accuracy: Held-out accuracy of ``encoded``, not ``tokens``, from 0 to 1.
     """
 

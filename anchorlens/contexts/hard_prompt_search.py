@@ -20,7 +20,7 @@ from ..prompts.plain_tokens import plain_tokens
 from ..prompts.token_texts import tokenizer_of
 from ..runs.identity import as_words
 from ..system.arguments import check_counts, checked
-from ..system.devices import in_float64, sent
+from ..system.devices import in_float64, sent, wide
 from ..system.processes import gather_from_processes
 from ..system.put_back import each_call_inside
 from ..system.texts import described
@@ -135,8 +135,7 @@ class NearestTokens:
     def of(cls, model: HookedModel, allowed: Bool[Tensor, " vocab"]) -> "NearestTokens":
         table = model.W_E.detach()
         # Norms of low precision would be wrong by more than what two tokens differ in.
-        wide = torch.promote_types(table.dtype, torch.float32)
-        norms = torch.cat([rows.to(wide).norm(dim=1) for rows in table.split(_TOKENS_AT_ONCE)])
+        norms = torch.cat([wide(rows).norm(dim=1) for rows in table.split(_TOKENS_AT_ONCE)])
         allowed = allowed.to(table.device) & (norms > 0)
         if not allowed.any():
             raise PromptError(

@@ -133,7 +133,7 @@ def class_words(batches: Sequence[PromptBatch]) -> list[int]:
     """
     if any((batch.label_ends != batch.label_positions).any() for batch in batches):
         raise PromptError(
-            "a label word has several tokens, which are no start of a search; pass start=..."
+            "a label word has several tokens, which are no start; pass start=... of token ids"
         )
     return [int(token) for token in batches[0].label_token_ids]
 

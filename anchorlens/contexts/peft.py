@@ -51,8 +51,8 @@ def context_to_peft(
     one (``tokenizer(query, add_special_tokens=False)``).
 
     The file of weights holds one tensor, ``prompt_embeddings``, in float32, with a row for each
-    position: for each layer the keys of all cached heads, then their values. Needs
-    ``anchorlens[peft]``.
+    position: for each layer the keys of all cached heads, then their values. It needs peft, which
+    ``anchorlens[peft]`` installs.
 
     Args:
         context: Its keys stand at the positions 0, 1, ... with the query after them.
@@ -126,7 +126,7 @@ def context_from_peft(
     are run without a BOS of their own.
 
     Args:
-        folder: A local folder with both files.
+        folder: A local folder that ``save_pretrained`` of peft or ``context_to_peft`` wrote.
         model: That for which the adapter was made, as ``load_model`` gives it.
         batch: Prompts for which the context is, which tell the BOS; not needed as above.
         tokens_after: Token ids between the prefix and each query, by default the BOS of the

@@ -17,6 +17,7 @@ from ..models.media_tokens import without_media_tokens
 from ..prompts.batch import PromptBatch
 from ..results.estimate import in_digits
 from ..system.arguments import check_counts, checked
+from ..system.devices import wide
 from ..system.processes import gather_from_processes
 from ..system.torch_state import gradient_mode
 from .compressed import CompressedContext, refuse_gaps
@@ -43,8 +44,7 @@ class PrefixContext(StoredContext):
         tokens: Token ids at these positions. The first is the BOS of prompts that have one; in a
             prefix of peft (``context_from_peft``) it is the last. Others count in hard prompts.
         training: How it went; None if the context was not trained here.
-        info: The model, its type and weights, the settings, the BOS, and digests of training
-            queries.
+        info: The model, its type and weights, the settings, the BOS, digests of training queries.
     """
 
     training: TrainingRecord | None = None
@@ -183,14 +183,8 @@ def _split(prefix: KeyValues, count: int) -> tuple[list[Tensor], list[Tensor]]:
     fixed = [tensor[:, :, :count].detach() for tensor in tensors]
     with gradient_mode(True):
         # The optimizer's steps would round to 0 in low precision.
-        leaves = [
-            tensor[:, :, count:]
-            .to(torch.promote_types(tensor.dtype, torch.float32), copy=True)
-            .detach()
-            .requires_grad_()
-            for tensor in tensors
-        ]
-    return fixed, leaves
+        learned = [wide(tensor[:, :, count:]).detach().clone() for tensor in tensors]
+        return fixed, [tensor.requires_grad_() for tensor in learned]
 
 
 def _check_start(model: HookedModel, start: StoredContext, bos: Tensor) -> None:
@@ -198,8 +192,8 @@ def _check_start(model: HookedModel, start: StoredContext, bos: Tensor) -> None:
     tokens = start.cached_tokens
     if not torch.equal(tokens[: len(bos)], bos):
         raise PromptError(
-            "the prompts begin with a BOS, which a start must hold before all else; select it, as "
-            "the functions of al.contexts.selection do"
+            "the prompts begin with a BOS, which a start must hold; select it, as "
+            "al.contexts.selection does"
         )
     if len(tokens) == len(bos):
         raise PromptError("a start must hold more than the BOS, which is not trained; select more")

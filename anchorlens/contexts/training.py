@@ -118,7 +118,8 @@ class Training:
 
     Attributes:
         steps: Number of optimizer steps; 0 returns the start. Default 300; re-weighting: 10 rounds.
-        optimizer: Function from a list of parameters to their ``torch.optim`` optimizer; or None.
+        optimizer: Function from a list of parameters to their ``torch.optim`` one; a trainer has
+            its own.
         clip: Largest norm of the gradient over all parameters. Default 1, for re-weighting none.
         check_every: Steps from one check to the next.
         seed: Of the order of the batches and of what the trainer draws.
@@ -299,8 +300,7 @@ class TrainingRun:
             )
         if both := {*query_digests(self.batches)} & {*query_digests(self.held_out)}:
             raise PromptError(
-                f"{len(both)} held-out queries are training queries too, so that their accuracy "
-                "would be too high; hold out other queries"
+                f"{len(both)} held-out queries are training queries too; hold out others"
             )
         refuse_several_targets(loss)
         check_loss(loss, prompts, model)
@@ -333,7 +333,8 @@ class TrainingRun:
                 each.is_leaf and each.requires_grad for each in parameters
             ):
                 raise MetricError(
-                    f"{what} must be leaves with gradient, as torch.zeros(3, requires_grad=True)"
+                    f"{what} must be leaves that require a gradient (torch.zeros(3, "
+                    "requires_grad=True))"
                 )
             optimizer = self.optimizer(parameters)
             file = _StateFile.of(self, trainable)
@@ -545,8 +546,8 @@ class _StateFile:
             yield
         except Exception as error:  # optimizers raise errors of any kind for what is not theirs
             raise StoreError(
-                f"{self.path} does not hold a training of this version ({type(error).__name__}: "
-                f"{error}); delete it, or use another folder"
+                f"{self.path} is no training of this version ({type(error).__name__}: {error}); "
+                "delete it, or use another folder"
             ) from error
 
     def write(self, state: _State, trainable: Trainable, optimizer: Optimizer) -> None:

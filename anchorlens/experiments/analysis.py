@@ -5,12 +5,11 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from ..errors import RunError
 from ..hooks import Site
 from ..metrics.accuracy import Accuracy
 from ..metrics.aucroc import AttentionAUCROC
 from ..metrics.distances import AnchorDistances
-from ..metrics.question import Metric, Question
+from ..metrics.question import Metric
 from ..metrics.saliency_flows import SaliencyFlows
 from ..models.hooked import HookedModel, attention_layers
 from ..prompts.batch import PromptBatch, count_tokens
@@ -19,13 +18,12 @@ from ..questions.sites import first_and_last
 from ..results.record import Record
 from ..results.results import Results
 from ..runs.checks import possible
-from ..runs.run import run
 from ..runs.study import checked_batches
 from ..system.arguments import checked
 from ..system.processes import fails_together, is_main
 from ..system.steps import planned, step
 from ..system.warn import warn_user
-from .random_weights import random_steps, with_random_models
+from .random_weights import answered, random_steps, with_random_models
 
 METRICS: tuple[Metric, ...] = (SaliencyFlows(), AttentionAUCROC(), AnchorDistances())
 MODEL, ISOLATION = "the model", "isolation"  # the first and the last step
@@ -99,7 +97,7 @@ def analyse(
         results = kept(with_random_models(model, batches, METRICS, results, **drawing))
         sweep = EdgeSweep.isolation(sites, draws=draws)
         with step(ISOLATION):
-            isolation = kept(_answered(model, batches, [sweep], folder=folders[1], **options))
+            isolation = kept(answered(model, batches, [sweep], folder=folders[1], **options))
     return Results({**results, **isolation})
 
 
@@ -141,18 +139,4 @@ def run_possible(model: HookedModel, batches: Sequence[PromptBatch], **options: 
             warn_user(f"no result for {name}: {reason}")
     if AnchorDistances.name in reasons:  # which also give the accuracy
         metrics += possible(model, batches, [Accuracy()])[0]
-    return _answered(model, batches, metrics, **options)
-
-
-def _answered(
-    model: HookedModel,
-    batches: Sequence[PromptBatch],
-    questions: Sequence[Question],
-    **options: Any,
-) -> Results:
-    try:
-        return run(model, batches, questions, **options)
-    except RunError as error:  # some have no result; the others have
-        if is_main():
-            warn_user(str(error))
-        return Results(error.results)
+    return answered(model, batches, metrics, **options)

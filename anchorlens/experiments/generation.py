@@ -229,5 +229,6 @@ def _refuse_another_text(
         raise ModelError(
             f"the model wrote token {step + 1} of the answer with the probability {written:.3g}, "
             f"but in one pass over the whole text the token has {whole:.3g}. Its key-value cache "
-            "changes what it writes; pass use_past_kv_cache=False, or remove hooks"
+            "changes what it writes; pass use_past_kv_cache=False, and remove hooks that act on "
+            "whole prompts"
         )

@@ -40,7 +40,7 @@ class LabelDependenceRecord(Record):
 
     Attributes:
         truth: Share of queries whose prediction is the true class, from 0 to 1.
-        prior: Share whose prediction is that of the query alone, from 0 to 1; high: no change.
+        prior: Share whose prediction is that of the query alone, from 0 to 1; high: little changes.
         prompt: Share whose prediction is the class that demonstrations give to the true class, from
             0 to 1; high: the model follows them. Queries without one do not count.
         override: Share that follows them against the query alone, from 0 to 1, of the queries whose
@@ -158,8 +158,8 @@ def label_dependence(
         others = demonstrations_by_query(other, changed, queries)
         if len(other.labels) != len(task.labels) or _texts_of_sets(others) != _texts_of_sets(sets):
             raise PromptError(
-                f"the relabeling {name!r} must keep the number of classes, and the demonstrations "
-                "in their order; change labels and words"
+                f"the relabeling {name!r} must keep classes and demonstrations in their order; "
+                "change labels and words"
             )
         taught.append([_class_of(*each) for each in zip(queries, sets, others, strict=True)])
     studies: list[Study] = []

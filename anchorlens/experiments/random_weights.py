@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from ..errors import AnchorlensError, ModelError, RunError
-from ..metrics.question import Metric
+from ..metrics.question import Metric, Question
 from ..models.facts import take_over
 from ..models.hooked import HookedModel, device_of
 from ..models.kinds import original_of
@@ -119,10 +119,22 @@ def _records(
     drawn = _new_model(model, seed)
     with hidden_warnings():  # such a model may predict one class only: a metric has no number
         able, _ = possible(drawn, batches, metrics)
-        try:
-            return run(drawn, batches, able, **options)
-        except RunError as error:  # some metrics have no result; the others have
-            return error.results
+        return answered(drawn, batches, able, **options)
+
+
+def answered(
+    model: HookedModel,
+    batches: Sequence[PromptBatch],
+    questions: Sequence[Question],
+    **options: Any,
+) -> Results:
+    """The results of a run; of those questions that have one, with a warning, if some have none."""
+    try:
+        return run(model, batches, questions, **options)
+    except RunError as error:
+        if is_main():
+            warn_user(str(error))
+        return Results(error.results)
 
 
 @each_call_inside(gradient_mode, True)

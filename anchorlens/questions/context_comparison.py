@@ -77,8 +77,7 @@ def _of_best_draw(name: str, of_set: Contributions) -> Float[Tensor, ""]:
 class ContextsRecord(Record):
     """What several contexts give and cost, on the same queries; ``info["contexts"]`` names them.
 
-    Random controls are those that were given and those that were drawn (``info["control"]``).
-    Without any, their numbers are NaN or empty.
+    Random controls are given or drawn (``info["control"]``); without any, theirs are NaN or empty.
 
     Attributes:
         accuracy: Share of queries whose predicted label is true, from 0 to 1; high is good.
@@ -165,8 +164,8 @@ class ContextsRecord(Record):
         """The main numbers with intervals: a row for each context, then mean and best controls."""
 
         def texts(name: str) -> list[str]:
-            fixed = {k: value for k in range(len(self.accuracy)) if (value := self._known(name, k))}
-            return [fixed.get(k) or str(self.estimate(name, k)) for k in range(len(self.accuracy))]
+            contexts = range(len(self.accuracy))
+            return [self._known(name, k) or str(self.estimate(name, k)) for k in contexts]
 
         def texts_of_draws(name: str) -> list[str]:
             if f"random_{name}" not in self.axes() or f"top_{name}" not in self.axes():

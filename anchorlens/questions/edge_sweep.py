@@ -107,7 +107,7 @@ class EdgeSweepRecord(Record):
         "words before them. Label loyalty: share of predicted labels that stay. Word loyalty: "
         "overlap (Jaccard) of the 5 likeliest next words. Random edges or words: as many, mean of "
         "the draws. In the paper label words isolated in the first layers matter most. Where the "
-        "BOS edge is kept, label words attend to BOS, which the paper has not."
+        "BOS edge is kept, label words attend to BOS, which the paper lacks."
     )
     names_in_info: ClassVar[Mapping[str, str]] = {"site": "sites"}
 

@@ -290,8 +290,7 @@ class Faithfulness(Question):
 
     Source:
         Cohen-Wang et al., *ContextCite* (NeurIPS 2024), for y, lasso, subsets, LDS and drop (of 1,
-        3 and 5 sources, with deleted text); Park et al., *TRAK* (2023), for LDS. Both rows are
-        ours.
+        3 and 5 sources, deleted); Park et al., *TRAK* (2023), for LDS. The rows are ours.
 
     Args:
         scores: For each name one of these; high must mean that the segment helps the answer.

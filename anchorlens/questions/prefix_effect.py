@@ -66,7 +66,7 @@ class PrefixEffectRecord(Record):
 
     Attributes:
         stolen: m, from 0 to 1: the part of the attention that goes to the prefix.
-        stolen_by_segment: The same for each segment of the prefix's tokens, in all ``stolen``.
+        stolen_by_segment: The same for each segment of the prefix; they sum to ``stolen``.
         bos: Attention to BOS, from 0 to 1; NaN where prompts have no BOS outside the prefix.
         direct: |m (b - z~)| / |z0|, over all heads, from 0 up: the change by attention taken here.
         indirect: |z~ - z0| / |z0|, from 0 up: the change by earlier layers; exactly 0 in the first.
@@ -241,8 +241,8 @@ class PrefixEffect(Question):
             is_empty = may_be_empty and not edges.demonstrations(queries).any()
             if not is_empty and not self.segments_of(queries).any(2).any(1).all():
                 raise MetricError(
-                    f"the keys of {self.name} hold no token of some prompt, so that there is no "
-                    "prefix; give demonstrations, or other keys"
+                    f"the keys of {self.name} hold no token of some prompt; give demonstrations, "
+                    "or other keys"
                 )
             self.rows_of(queries)
 

@@ -74,8 +74,7 @@ class ScorePartsRecord(Record):
     caption: ClassVar[str] = (
         "How far the score of the key that gets most attention is above the mean of the others, in "
         "parts; the largest are shown. Top: pairs of what looks (a part of the query) and what is "
-        "found (of the keys). Bottom: what each part of the keys adds with the whole query; above "
-        "0 it draws attention."
+        "found (of the keys). Bottom: what each part of the keys adds; above 0 it draws attention."
     )
     names: ClassVar[Mapping[str, Sequence[str]]] = {"group": GROUPS}
     names_in_info: ClassVar[Mapping[str, str]] = {
