@@ -59,8 +59,8 @@ def edges(
     if carries_beside_attention(model):
         raise ModelError(
             f"{model.cfg.model_name} carries tokens on beside its attention (recurrent layers, "
-            "convolutions), so that cut edges remove nothing; use al.removal.text, or ask what the "
-            "attention alone does (al.EdgeSweep)"
+            "convolutions), so that cut edges remove nothing; remove the text (al.removal.text), "
+            "or ask what the attention alone does (al.EdgeSweep)"
         )
     cut = edge_sets.between(batch.attention_mask & ~removed, removed)
     return batch, hooks_on_edges(model, batch, cut, Site())

@@ -235,7 +235,8 @@ def _ids_of(tokenizer: Any, text: str) -> list[int]:
     if back != text or not ids:
         raise PromptError(
             f"the tokenizer of this model cannot encode the text {text!r}: its tokens give "
-            f"{back!r} (unknown, cut or normalised); search with allowed=... of tokens of both"
+            f"{back!r} (unknown characters, or a text that is empty, cut or normalised); search "
+            "with allowed=... of tokens of both"
         )
     return ids
 

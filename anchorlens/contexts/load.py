@@ -27,14 +27,15 @@ def load_context(path: str | Path) -> CompressedContext | PrefixContext:
     name = kind_of_file(header)
     if "context" not in header:
         raise StoreError(
-            f"{path} holds a {name}, not a context (use al.load_record for a record, "
-            "al.contexts.context_from_peft for a peft adapter)"
+            f"{path} holds a {name}, not a context; expected a file that save of a context wrote "
+            "(use al.load_record for a record, al.contexts.context_from_peft for a peft adapter)"
         )
     # A notebook cell that runs again defines its class again: the last definition counts.
     ours: tuple[type[CompressedContext | PrefixContext], ...] = (CompressedContext, PrefixContext)
     kinds = {kind.__name__: kind for root in ours for kind in classes_of(root)}
     if name not in kinds:
         raise StoreError(
-            f"{path} holds a {name}, a class that is not known; import it, or use {name}.load(path)"
+            f"{path} holds a {name}, a class that is not known here; import the module that "
+            f"defines it, or use {name}.load(path)"
         )
     return kinds[name].load(path)

@@ -160,7 +160,7 @@ def demonstrations_of(batch: PromptBatch) -> PromptBatch:
     if only_set(batch) is None:
         raise PromptError(
             "a context holds one set of demonstrations, but these prompts have several; compress "
-            "each set by itself (one call of build_prompts each)"
+            "each set by itself (call build_prompts for each set and join the lists)"
         )
     prompt = batch.prompt(0)
     return prompt.before(int(prompt.query_start[0]))

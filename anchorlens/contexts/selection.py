@@ -245,8 +245,9 @@ def _budget(batch: PromptBatch, keep: Keep, last: int = 0) -> tuple[int, Bool[Te
     if not 0 <= last < length or not least <= count <= length:
         raise PromptError(
             f"keep must be from {least} (BOS, instructions and the last {last} are always stored) "
-            f"to {length}, the positions of the demonstrations, or a share above 0, up to 1; a "
-            f"window is shorter; got keep={name_of(keep) if callable(keep) else keep}, or {count}"
+            f"to {length}, the positions of the demonstrations, or a share above 0 and up to 1; a "
+            f"window must be shorter; got keep={name_of(keep) if callable(keep) else keep}, that "
+            f"is {count} positions"
         )
     return count, always
 

@@ -113,7 +113,8 @@ class StoredContext(KeepsRepr, Context):
             return cls._of_file(header["context"], stored)
         except (AttributeError, KeyError, TypeError, ValueError, IndexError) as error:
             raise StoreError(
-                f"{path} is no {cls.__name__} of this version ({error!r}); make and save it again"
+                f"{path} does not hold what a {cls.__name__} of this version holds ({error!r}); "
+                "make the context again and save that"
             ) from error
 
     @classmethod

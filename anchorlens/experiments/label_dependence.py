@@ -158,8 +158,8 @@ def label_dependence(
         others = demonstrations_by_query(other, changed, queries)
         if len(other.labels) != len(task.labels) or _texts_of_sets(others) != _texts_of_sets(sets):
             raise PromptError(
-                f"the relabeling {name!r} must keep classes and demonstrations in their order; "
-                "change labels and words"
+                f"the relabeling {name!r} must keep the number of classes, and the demonstrations "
+                "in their order; change labels and words"
             )
         taught.append([_class_of(*each) for each in zip(queries, sets, others, strict=True)])
     studies: list[Study] = []

@@ -446,7 +446,8 @@ def _check_contexts(contexts: Mapping[str, Context | MakeContext]) -> None:
         if isinstance(context, type) or not (is_context(context) or callable(context)):
             got = f"the class {context.__name__}" if isinstance(context, type) else repr(context)
             raise PromptError(
-                f"{name!r} must be a context (size, query_pass, logits) or makes one; got {got}"
+                f"{name!r} must be a context, which has size, query_pass and logits, or a function "
+                f"of (model, batch) to one; got {got}"
             )
 
 
