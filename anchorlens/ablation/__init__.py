@@ -2,5 +2,5 @@
 
 ``removal`` says how a segment is taken out, ``subsets`` which ones are taken out together and
 what follows from the answers, ``likelihood`` runs them, ``segment_scores`` makes one tensor of
-any scores. No record and no question belongs here: those that ask are in ``questions``.
+any scores. Questions and their records are in ``questions``.
 """

@@ -71,7 +71,7 @@ class Ablation:
             if len(counts) > 1:
                 raise MetricError(
                     "every prompt must have equally many demonstrations, which are the segments; "
-                    f"got {sorted(counts)}; run them one after the other, or give segments"
+                    f"got {sorted(counts)}; run them apart, or give segments"
                 )
         elif segments is None:
             segments = [name for name in batches[0].segment_names if name != answer]
@@ -82,8 +82,8 @@ class Ablation:
         for batch in batches:
             if self.answer is None and not batch.has_label_words:
                 raise MetricError(
-                    "these prompts have no label words, so that the answer must be a segment; "
-                    f"give its name, answer={batch.segment_names[-1]!r}"
+                    "these prompts have no label words: name the answer's segment, "
+                    f"answer={batch.segment_names[-1]!r}"
                 )
             predicting = self.predicting(batch)
             tokens = predicting if self.answer is None else edges.segment(batch, self.answer)
@@ -92,7 +92,7 @@ class Ablation:
                 raise MetricError(
                     f"the answer, segment {self.answer!r}, is empty in prompt "
                     f"{int(batch.index[wrong][0])}, or holds its first token, which is predicted "
-                    "from nothing; leave this prompt out, or write a text before the answer"
+                    "from nothing; leave it out, or write a text before the answer"
                 )
             removable = self.removable(batch)
             late = (removable * batch.positions).amax(-1) > predicting.long().argmax(1)[:, None]
@@ -111,7 +111,7 @@ class Ablation:
                 if changed is batch and not hooks:
                     raise MetricError(
                         f"remove={name_of(self.remove)} removes nothing: it returned the given "
-                        "batch and no hooks; return hooks, or a batch without these tokens"
+                        "batch without hooks; return another batch, or hooks"
                     )
 
     def further(self, model: HookedModel) -> Further:
@@ -162,8 +162,8 @@ class Ablation:
         are_same = torch.equal(changed.index, batch.index)
         if not are_same or self.tokens(changed) != self.tokens(batch):
             raise MetricError(
-                f"{owner} must keep the prompts and the tokens of their answers, in their order; "
-                "the batch that it returned has others (its index must be that of the given batch)"
+                f"{owner} must keep the prompts (index) and the tokens of their answers, but "
+                "returned others"
             )
         return changed, hooks
 
@@ -259,7 +259,7 @@ def info_of_answers(ablation: Ablation, is_given: Bool[Tensor, " prompt"]) -> di
     if not is_given.any():
         raise MetricError(
             f"{reason}: some token of it is not the likeliest, so that scores would explain what "
-            "the model does not say; let it write the answers, or give answers that it gives"
+            "the model does not say; let it write the answers"
         )
     if is_main():
         warn_user(f"{reason}, which count for nothing (NaN): some token is not the likeliest there")

@@ -1,8 +1,8 @@
 """How segments are removed from prompts: the edges to them are cut, or their tokens are deleted.
 
-A removal is a function of the model, a batch and the positions of the tokens to remove. It returns
-the batch that runs and the hooks of the pass, so that you can write your own. Experiments never
-remove the token at which the answer is predicted.
+A removal, which can be your own, is a function of the model, a batch and the positions of the
+tokens to remove, to the batch that runs and the hooks of the pass. The token at which the answer is
+predicted is never removed.
 
 Examples:
     The tokens stay, and their input is 0.
@@ -41,14 +41,12 @@ def edges(
 ) -> tuple[PromptBatch, Sequence[Hook]]:
     """Cuts every edge from a token that stays to a removed token, in all layers and heads.
 
-    It cuts before the softmax, so that attention goes to the tokens that remain. Positions stay as
-    they were; removed tokens still read one another, but nothing reads them. The batch is returned
-    as it is.
+    It cuts before the softmax, so that attention goes to the tokens that remain. Positions and
+    batch stay as they were; removed tokens still read one another, but nothing reads them.
 
     Raises:
         PromptError: ``removed`` are no positions of the batch.
-        ModelError: The model also carries tokens on beside its attention, as recurrent layers do:
-            what no attention reads is not removed.
+        ModelError: The model also carries tokens on beside its attention, as recurrent layers do.
 
     Examples:
         >>> same, hooks = al.removal.edges(model, batch, al.edges.demonstration(batch, 0))
@@ -62,7 +60,7 @@ def edges(
         raise ModelError(
             f"{model.cfg.model_name} carries tokens on beside its attention (recurrent layers, "
             "convolutions), so that cut edges remove nothing; remove the text (al.removal.text), "
-            "or ask what the attention alone does (al.EdgeSweep, al.block_edges)"
+            "or ask what the attention alone does (al.EdgeSweep)"
         )
     cut = edge_sets.between(batch.attention_mask & ~removed, removed)
     return batch, hooks_on_edges(model, batch, cut, Site())
@@ -74,10 +72,9 @@ def text(
 ) -> tuple[PromptBatch, Sequence[Hook]]:
     """Prompts without the removed tokens: later tokens move up, and the model never sees them.
 
-    Tokens are deleted, not characters, so that the text may have other tokens than a tokenizer
-    would give it. A label word of which a token is removed is no anchor any more. Where prompts
-    keep no label words, or not equally many, the new batch has none. It is padded on the right, and
-    needs no hooks; the batch itself is returned if nothing is removed.
+    Tokens are deleted, not characters: a tokenizer might give the text others. A label word of
+    which a token is removed is no anchor any more; prompts that keep none, or not equally many,
+    have none. The new batch is padded on the right; it is the batch itself if nothing is removed.
 
     Raises:
         PromptError: ``removed`` are no positions of the batch, or hold a target position.
@@ -92,8 +89,8 @@ def text(
         return batch, []
     if batch.inputs:
         raise PromptError(
-            "the text of prompts with images is not removed, because their images would belong to "
-            "other tokens; cut the edges from it with al.removal.edges"
+            "text of prompts with images is not removed, as images would belong to other tokens; "
+            "cut the edges from it with al.removal.edges"
         )
     stays = batch.attention_mask & ~removed
     if not stays.gather(1, batch.target_positions[:, None]).all():

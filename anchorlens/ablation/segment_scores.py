@@ -55,7 +55,6 @@ class SegmentScores:
 
     @cached_property
     def segments(self) -> tuple[str, ...]:
-        """The names of the segments."""
         return self.ablation.segments.names
 
     def check(self) -> None:
@@ -66,9 +65,8 @@ class SegmentScores:
                 self._checked(name, score, prompts)
                 if len(self._rows) < prompts:
                     raise MetricError(
-                        f"the rows of score {name!r} cannot be told apart: two queries have the "
-                        "same number after the same demonstrations; build the prompts in one call, "
-                        "or give a function of the batch"
+                        f"the rows of score {name!r} cannot be told apart: two queries have one "
+                        "number after the same demonstrations; build prompts in one call"
                     )
             elif isinstance(score, Metric):
                 _check_metric(name, score)
@@ -78,8 +76,7 @@ class SegmentScores:
                 got = f"the class {name_of(score)}" if is_class else described(score)
                 raise MetricError(
                     f"score {name!r} must be a tensor (prompt, segment), a metric such as "
-                    "al.SegmentFlows(weight=al.weights.helpful), a method of al.subsets, or a "
-                    f"function of the batch; got {got}"
+                    f"al.SegmentFlows(), a method of al.subsets, or a function; got {got}"
                 )
             else:
                 batch = self.batches[0]
@@ -158,13 +155,12 @@ class SegmentScores:
         if not holds_numbers(values) or tuple(values.shape) != shape:
             raise MetricError(
                 f"score {name!r} must be numbers of the shape (prompt, segment) = {shape}, for the "
-                f"segments {', '.join(self.segments)}; got {described(values)}; give a number for "
-                "each segment of each prompt"
+                f"segments {', '.join(self.segments)}; got {described(values)}"
             )
         if values.isinf().any():
             raise MetricError(
                 f"score {name!r} must be finite, or NaN in prompts without scores; got infinite "
-                "numbers; leave these out (NaN), or give large ones"
+                "numbers; use NaN or large ones"
             )
         return values.detach().cpu().double()
 
@@ -219,16 +215,14 @@ def _called(name: str, score: Callable[[PromptBatch], Tensor], batch: PromptBatc
 
 
 def _check_metric(name: str, metric: Metric) -> None:
-    """Raise an error for a metric that gives no scores, or has segments of its own."""
     if not hasattr(metric, "segment_scores"):
         raise MetricError(
-            f"score {name!r}: {type(metric).__name__} gives no number for a segment (it has no "
-            "segment_scores); SegmentAttention, SegmentFlows and SegmentRollout do"
+            f"score {name!r}: {type(metric).__name__} has no segment_scores, as SegmentFlows has"
         )
     if getattr(metric, "segments", None) is not None:
         raise MetricError(
-            f"score {name!r}: the metric has segments of its own, but scores are of the segments "
-            "that are removed; leave them out there, and give them to al.Faithfulness(segments=...)"
+            f"score {name!r}: the metric has segments of its own, but scores are of those that are "
+            "removed; give them to al.Faithfulness(segments=...) only"
         )
 
 

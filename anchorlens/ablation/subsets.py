@@ -1,9 +1,8 @@
 """Methods of attribution by ablation: which subsets of segments run, and what follows from them.
 
-A method is a value with two functions. ``draw`` gives the subsets that are kept, from the number of
-segments and a generator, which depends on the seed and on the demonstrations: prompts of one set of
-demonstrations have the same subsets. ``scores`` gives one number a segment from the subsets and the
-log-odds y of the answer with each; high means that the segment makes the answer likelier.
+A method has two functions. ``draw`` gives the subsets that are kept, from the number of segments
+and a generator: prompts of one set of demonstrations have the same. ``scores`` gives one number a
+segment from the subsets and the log-odds y of the answer with each; high: the answer needs it.
 
 Examples:
     The difference of the means of y with and without a segment, over 12 random subsets.
@@ -47,12 +46,10 @@ class Method:
 
     Attributes:
         name: How a record names it.
-        draw: Function of the number of segments and a generator to the subsets that are kept. Those
-            that repeat run once.
+        draw: Function of the number of segments and a generator to the subsets that are kept.
         scores: Function of the subsets and of y / T for each of them, with T the number of tokens
             of the answer, to a score for each segment, which is multiplied by T. It must be
-            homogeneous: twice the y, twice the score. A correlation with y is not. In the lasso it
-            is the penalty alone that is not, so that alpha acts on log-odds per token.
+            homogeneous: twice the y, twice the score (unlike a correlation with y).
         errors: The same for the standard error of each score; None if there is none.
     """
 
@@ -78,8 +75,7 @@ def random(count: int, segments: int, generator: torch.Generator) -> Subsets:
     _refuse_many(count, segments)
     if count > 2**segments:
         raise MetricError(
-            f"there are {2**segments} subsets of {segments} segments; give subsets= of at most as "
-            f"many; got {count}"
+            f"there are {2**segments} subsets of {segments} segments; got {count}; give no more"
         )
     if segments <= _COUNTED:
         numbers = torch.randperm(2**segments, generator=generator, device="cpu")
@@ -99,9 +95,8 @@ def _refuse_many(count: int, segments: int) -> None:
     if count * segments > _MOST_NUMBERS:
         raise MetricError(
             f"{count:,} subsets of {segments} segments would take "
-            f"{bytes_in_words(9 * count * segments)} before the first pass, and each is a pass of "
-            "every prompt; choose fewer subsets or permutations, a smaller exact_up_to, or fewer "
-            "segments"
+            f"{bytes_in_words(9 * count * segments)} before the first pass; choose fewer subsets "
+            "or permutations, a smaller exact_up_to, or fewer segments"
         )
 
 
@@ -131,14 +126,12 @@ the other one remains when either is removed.
 def lasso(subsets: int = 64, alpha: float = 0.01) -> Method:
     r"""A sparse linear model of y, as in ContextCite: its weights are the scores.
 
-    With the masks v of the subsets standardised, and y_hat linear in them, it minimises
-    ``mean (y - y_hat)^2 / 2 + alpha * sum |weights|``; the weights are then divided by the standard
-    deviations of the masks, so that a score is in units of log-odds for each segment. It is exact
-    where y is a sum over segments, up to the shrinkage by alpha.
+    With the masks of the subsets standardised, y_hat linear in them, and y per token, it minimises
+    ``mean (y - y_hat)^2 / 2 + alpha * sum |weights|``. Weights are then divided by the standard
+    deviations of the masks. For sums over segments it is exact up to the shrinkage.
 
     Source:
-        Cohen-Wang et al., *ContextCite: Attributing Model Generation to Context* (2024), with their
-        y, the log-odds of the whole answer, and their alpha.
+        Cohen-Wang et al., *ContextCite: Attributing Model Generation to Context* (2024).
 
     Args:
         subsets: How many subsets run; at most 2 to the power of the number of segments.
@@ -148,8 +141,7 @@ def lasso(subsets: int = 64, alpha: float = 0.01) -> Method:
         MetricError: ``subsets`` is below 2, or ``alpha`` is not above 0.
 
     Examples:
-        >>> al.subsets.lasso(subsets=32).name
-        'lasso of 32 subsets, alpha 0.01'
+        >>> asked = al.Faithfulness({"lasso": al.subsets.lasso(subsets=32)}, subsets=0)
     """
     check_counts(MetricError, 2, subsets=subsets)
     if not alpha > 0:
@@ -178,13 +170,11 @@ def shapley(permutations: int = 10, *, exact_up_to: int = 8) -> Method:
     With n segments and S those that were added before i, they are
     $\varphi_i = \frac{1}{n!} \sum_\text{orders} (y(S \cup i) - y(S))$. They sum to
     ``y(all) - y(none)``, and segments that do the same have the same value. For few segments all
-    2^n subsets run. For more, random orders do, and values have standard errors: the standard
-    deviation over orders, divided by the square root of their number.
+    2^n subsets run; for more, random orders do, and values have standard errors.
 
     Args:
         permutations: Random orders, each of one pass for each segment but the last.
-        exact_up_to: The largest number of segments of which all subsets run; more than 19 take
-            too much memory.
+        exact_up_to: Most segments of which all subsets run; above 19 they take too much memory.
 
     Raises:
         MetricError: There are fewer than 2 permutations.

@@ -51,14 +51,14 @@ class CompressedContext(StoredContext):
     """Keys and values of selected tokens of the demonstrations, from which queries are answered.
 
     Attributes:
-        prefix: Keys and values of the selected tokens, or of all tokens if ``is_cut`` is False.
+        prefix: Keys and values of the selected tokens; of all if ``is_cut`` is False.
         tokens: The demonstrations, up to the first token of the query.
         selected: True for the selected tokens.
         key_positions: Position of each selected token as the model takes it.
         query_position: Position of the query's first token as the model takes it.
         info: The model, its type and weights, the placement, whether demonstrations were run
-            ``separately``, the BOS with which prompts begin, and how many tokens of each segment
-            are selected; ``scored`` names the score of an ``al.contexts.selection.ByScore``.
+            ``separately``, the BOS, how many tokens of each segment are selected, the score
+            (``scored``).
     """
 
     selected: Bool[Tensor, " position"]
@@ -83,9 +83,8 @@ class CompressedContext(StoredContext):
     def is_cut(self) -> bool:
         """Whether the cache holds the selected tokens only, so that dropped ones take no memory.
 
-        In some models (ALiBi, chunked attention, a HookedTransformer) distances follow the index
-        in the cache. There all tokens stay in the cache and the dropped ones are masked: the
-        answers are the same, but no memory is saved.
+        Where distances follow the index in the cache (ALiBi, chunked attention, a
+        HookedTransformer) all stay and dropped ones are masked: the same answers, no memory saved.
         """
         return len(self.prefix) == int(self.selected.sum())
 
@@ -131,10 +130,7 @@ class CompressedContext(StoredContext):
     def _window_hooks(
         self, model: HookedModel, batch: PromptBatch, whole: PromptBatch
     ) -> list[Hook]:
-        """Hooks that make sliding windows right.
-
-        A window is a distance in positions, but the model's own mask counts indices in the cache.
-        """
+        """Hooks that count windows in positions, where the model's own mask counts cached keys."""
         windows = _windows(model, whole)
         n_keys, indices = batch.first_query, batch.positions
         positions = indices - n_keys + self.query_position
@@ -146,8 +142,7 @@ class CompressedContext(StoredContext):
             if (queries & (indices[:, None] - indices >= window) & ~beyond).any():
                 raise ModelError(
                     f"layers with a window of {window} tokens cannot see all keys that these "
-                    "positions put into the window; use "
-                    "positions=al.contexts.placement.as_in_prompt"
+                    "positions put there; use positions=al.contexts.placement.as_in_prompt"
                 )
             if beyond.any():
                 layers = [layer for layer, size in enumerate(windows) if size == window]
@@ -187,9 +182,9 @@ def compress(
 ) -> CompressedContext:
     r"""Run demonstrations once and store the keys and values of some positions (section 3.2).
 
-    The other positions are dropped, after they had an effect on the selected ones: label words
-    gather information in shallow layers. With D the positions of the demonstrations, S the selected
-    ones, and s the scores before the softmax, the output of a head at a position i of the query is
+    The others are dropped after they had their effect on the selected ones. With D the positions of
+    the demonstrations, S the selected ones, and s the scores before the softmax, the output of a
+    head at a position i of the query is
 
     $$
     z_i = \sum\limits_{j \in J} \frac{\exp s_{ij}}{\sum\limits_{j' \in J} \exp s_{ij'}} \, v_j ,
@@ -197,49 +192,40 @@ def compress(
     $$
 
     So with positions as in the prompt the answers are those of the whole prompt without the edges
-    from the query to dropped positions. This is verified on the first prompt: if a cache of the
-    selected positions alone gives other logits (by more than 1e-5 of the largest; ALiBi, chunked
-    attention, a ``HookedTransformer``), the whole cache is stored and those edges are blocked;
-    ``is_cut`` says which it is.
+    from the query to dropped positions. This is verified on the first prompt: where a cache of the
+    selected positions alone gives other logits (by more than 1e-5 of the largest), the whole cache
+    is stored and those edges are blocked; ``is_cut`` says which.
 
-    Moved keys (``al.contexts.placement.rebased``) are rotated by the model's own rotation. This is
-    tried where the answer is known: the later half of the keys, moved in one piece with the query,
-    must give the same answer. Else it is refused. Learned positions cannot be moved.
+    Moved keys (``al.contexts.placement.rebased``) are rotated by the model's own rotation, if the
+    later half of the keys, moved in one piece with the query, gives the same answer. Else it is
+    refused, as for learned positions.
 
-    With ``separately`` each demonstration is inferred alone, and their keys and values are joined:
-    a demonstration sees BOS, the instructions and itself, but no other demonstration. It keeps its
-    positions of the prompt. All this is one pass without the edges between demonstrations, so that
-    it holds in every model, and goes with every ``select`` and ``positions``.
+    With ``separately`` a demonstration sees BOS, the instructions and itself, but no other
+    demonstration. It keeps its positions: one pass runs without the edges between them.
 
     Pitfalls:
-        Format tokens collect information too, so compare with
-        ``al.contexts.selection.random_and_format``, which stores the same format.
+        Format tokens collect too: compare with ``al.contexts.selection.random_and_format``.
 
     Source:
-        Section 3.2, Tables 2 and 3. Text_anchor is no context but a prompt with empty texts
-        (``al.prompts.text_anchor_prompts``).
+        Section 3.2, Tables 2 and 3. Text_anchor is a prompt (``al.prompts.text_anchor_prompts``).
 
     Args:
-        demonstrations: Any batch of ``build_prompts`` with these demonstrations, which end before
-            the first token of the query.
-        select: Function that selects positions, from the demonstrations as a batch of one prompt to
-            Bool["position"]: a function of ``al.contexts.selection``, or your own. Or a ``ByScore``
-            of ``al.contexts.selection``, which asks the model.
-        positions: Function from the selected positions to the positions of keys and query as the
-            model takes them: a function of ``al.contexts.placement``, or your own.
+        demonstrations: Any batch of ``build_prompts`` with these demonstrations.
+        select: Function from the demonstrations, a batch of one prompt, to Bool["position"], of
+            ``al.contexts.selection`` or your own; or a ``ByScore``, which asks the model.
+        positions: Function from the selected positions to those of keys and query as the model
+            takes them, of ``al.contexts.placement`` or your own.
         separately: Run each demonstration without the others before it.
 
     Raises:
-        PromptError: The prompts have several sets of demonstrations, their texts are not known,
-            nothing is selected, a demonstration is too short for a random control, or the model
-            rotates the demonstrations differently before a query (longrope).
-        ModelError: The model takes no key-value cache, or its logits with these positions would
-            not be exact.
+        PromptError: There are several sets of demonstrations, their texts are not known, nothing is
+            selected, a demonstration is too short for a control, or the model rotates
+            demonstrations differently before a query (longrope).
+        ModelError: There is no key-value cache, or logits with these positions would not be exact.
 
     Examples:
-        >>> context = al.compress(model, batch, select=al.contexts.selection.anchors_and_format)
+        >>> context = al.compress(model, batch)
         >>> logits = context.logits(model, batch)
-        >>> stored, whole = int(context.selected.sum()), len(context.selected)
     """
     options: dict[str, Any] = {"positions": positions, "separately": separately}
     return compressed_contexts(model, demonstrations, [select], **options)[0]
@@ -323,8 +309,7 @@ def verified_cache(
         raise
     except Exception as error:
         raise ModelError(
-            f"{model.cfg.model_name} does not run from a key-value cache, which a context "
-            f"needs: {reason_of(error)}"
+            f"{model.cfg.model_name} does not run from a key-value cache: {reason_of(error)}"
         ) from error
     if not difference <= tolerance(model, ROUNDINGS):
         raise ModelError(
@@ -350,14 +335,12 @@ class _Placed(NamedTuple):
         if torch.equal(self.keys, indices) and self.query == len(self.keys):
             return True
         raise PromptError(
-            "a placement must leave the keys at their positions in the prompt, or put them at 0, "
-            f"1, ... and the query after them; got keys at {self.keys.tolist()}, the query at "
-            f"{self.query}"
+            "a placement must leave keys at their positions, or put them at 0, 1, ... and the "
+            f"query after them; got keys at {self.keys.tolist()}, the query at {self.query}"
         )
 
 
 def _placed(positions: Placement, selected: Bool[Tensor, " position"]) -> _Placed:
-    """Where a placement puts selected positions."""
     given: Any = called("positions", positions, "the selected positions", selected)
     is_pair = isinstance(given, tuple) and len(given) == 2 and holds_numbers(given[0])
     if not is_pair or given[0].ndim != 1:
@@ -404,11 +387,7 @@ def _with_cuts(
     placed: _Placed,
     hooks: HooksOfBatch,
 ) -> KeyValues:
-    """Keys and values of the selected positions.
-
-    To move them, the keys before the rotation are read from a run of all tokens. Then the model is
-    run on the selected tokens, and these keys replace its own before the rotation.
-    """
+    """Keys and values of the selected positions; to move them, keys are read before rotation."""
     selected = placed.selected
     if not placed.moves:
         return whole.columns(selected)
@@ -485,11 +464,10 @@ def _may_cut(
     if not placed.moves and placed.query == len(placed.selected):
         return False
     raise ModelError(
-        f"positions cannot be {name} in {model.cfg.model_name}: its logits would be "
-        f"off by {difference:.1e} of the largest. They cannot be chosen in models whose positions "
-        "are in the residual stream (learned ones), follow the index in the cache (ALiBi, a "
-        "HookedTransformer) or enter the keys where there is no hook point; use "
-        "positions=al.contexts.placement.as_in_prompt"
+        f"positions cannot be {name} in {model.cfg.model_name}: its logits would be off by "
+        f"{difference:.1e} of the largest. Positions that are learned, follow the index in the "
+        "cache (ALiBi, a HookedTransformer) or enter keys without a hook point cannot be chosen; "
+        "use positions=al.contexts.placement.as_in_prompt"
     )
 
 
@@ -534,8 +512,7 @@ def _windows(model: HookedModel, batch: PromptBatch) -> list[int]:
         if not torch.equal(visible, (distances >= 0) & (distances < windows[-1])):
             raise ModelError(
                 f"layer {layer} of {model.cfg.model_name} attends in chunks at {length} tokens, "
-                "which is not possible with a cut cache; pass a prompt as long as this "
-                "to al.compress, which then stores the whole cache"
+                "where a cache cannot be cut; compress a prompt as long as this, to store all"
             )
 
     with without_user_hooks(model):
@@ -558,9 +535,8 @@ def _after_prefix(batch: PromptBatch, tokens: Int[Tensor, " position"]) -> Promp
     else:
         reason = f"a prompt has its target at position {int(right.target_positions.min())}"
     raise PromptError(
-        f"the prompts do not begin with the {length} tokens of this context: {reason}. Build "
-        "them with the tokenizer, task and demonstrations that were compressed, or compress the "
-        "demonstrations of these prompts"
+        f"the prompts do not begin with the {length} tokens of this context: {reason}. Build them "
+        "with the tokenizer, task and demonstrations that were compressed, or compress theirs"
     )
 
 
@@ -569,7 +545,6 @@ def refuse_gaps(context: StoredContext, what: str) -> None:
     if not context.has_no_gap:
         raise PromptError(
             f"{what} must have its keys at the positions 0, 1, ... and the query after them, but "
-            f"this context has them {context.info.get('positions')}; compress the demonstrations "
-            "with positions=al.contexts.placement.rebased, or select everything "
-            "(select=al.contexts.selection.everything)"
+            f"this context has them {context.info.get('positions')}; compress with "
+            "positions=al.contexts.placement.rebased, or select=al.contexts.selection.everything"
         )

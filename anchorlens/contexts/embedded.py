@@ -1,7 +1,6 @@
 """Embeddings before a query: read from a model, and put into it.
 
-The space is that of ``hook_embed``. Where a model scales its embeddings (Gemma), it is the space of
-the scaled ones.
+The space is that of ``hook_embed``, of scaled embeddings where a model scales them (Gemma).
 """
 
 from collections.abc import Sequence
@@ -16,6 +15,7 @@ from ..models.hooked import Hook, HookedModel, vocabulary_of
 from ..models.kv_cache import KeyValues
 from ..passes.forward import run_prefix
 from ..prompts.batch import PromptBatch
+from ..system.devices import wide
 from .protocol import queries_after
 
 _HOOK = "hook_embed"
@@ -24,11 +24,7 @@ _HOOK = "hook_embed"
 def put_embeddings(
     embeddings: Float[Tensor, "length d_model"], start: int, *, add: bool = False
 ) -> Hook:
-    """A hook that puts embeddings at the positions from ``start`` on, in every prompt.
-
-    With ``add`` they are added to those of the tokens: if they are 0, these are exactly as before,
-    and the gradient is that at them. It reaches ``embeddings`` from all prompts.
-    """
+    """A hook that puts embeddings at the positions from ``start`` on, or adds them there."""
 
     def put(embedded: Float[Tensor, "batch position d_model"], hook: Any) -> Tensor:
         stop = start + len(embeddings)
@@ -48,10 +44,7 @@ def prefix_of_tokens(
     observers: Sequence[Hook] = (),
     prefix: KeyValues | None = None,
 ) -> KeyValues:
-    """Keys and values of tokens at the positions 0, 1, ..., in the place of demonstrations.
-
-    Those of the first tokens may be known: ``prefix`` holds them, and only the others are run.
-    """
+    """Keys and values of tokens at the positions 0, 1, ..., of which ``prefix`` holds the first."""
     queries = queries_after(batch.prompts(0, 1), tokens)
     leading = queries.before(len(tokens)).after(0 if prefix is None else len(prefix))
     return run_prefix(model, leading, hooks=hooks, observers=observers, prefix=prefix)
@@ -68,7 +61,7 @@ def embeddings_of(
 
     prefix_of_tokens(model, batch, tokens, observers=[(_HOOK, read)])
     # The optimizer's steps would round to 0 in low precision.
-    return seen[0].to(torch.promote_types(seen[0].dtype, torch.float32), copy=True)
+    return wide(seen[0]).clone()
 
 
 def start_tokens(model: HookedModel, start: Sequence[int], length: int) -> Int[Tensor, " length"]:

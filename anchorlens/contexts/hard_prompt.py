@@ -26,10 +26,8 @@ class HardPrompt(PrefixContext):
 
     Attributes:
         text: Their text, without the BOS.
-        encoded: The tokens of this text, with the BOS of ``tokens``. They can be others: a
-            tokenizer may join what the search put side by side.
-        encoded_accuracy: Share of held-out queries that are answered right after ``encoded``, from
-            0 to 1. ``training.best_accuracy`` is that of ``tokens``.
+        encoded: The tokens of this text, with the BOS; a tokenizer may join some of ``tokens``.
+        encoded_accuracy: Held-out accuracy of ``encoded``, not ``tokens``, from 0 to 1.
     """
 
     training: TrainingRecord
@@ -105,7 +103,8 @@ def made_of_tokens(
     encoded = torch.cat([tokens[:n_bos], again])
     accuracy = float(training.best_accuracy)
     if not torch.equal(encoded, tokens):
-        accuracy, _ = answers_after_tokens(model, encoded, held_out, loss)
+        context = after_tokens(model, encoded, held_out[0])
+        accuracy, _ = answers(model, context, held_out, loss)
     return HardPrompt(
         prefix=prefix_of_tokens(model, held_out[0], tokens),
         tokens=tokens,
@@ -115,16 +114,6 @@ def made_of_tokens(
         encoded=encoded,
         encoded_accuracy=torch.tensor(accuracy, dtype=torch.float32, device="cpu"),
     )
-
-
-def answers_after_tokens(
-    model: HookedModel,
-    tokens: Int[Tensor, " position"],
-    batches: Sequence[PromptBatch],
-    loss: LossOfBatch,
-) -> tuple[float, float]:
-    """Accuracy and mean loss of the queries after tokens with their BOS."""
-    return answers(model, after_tokens(model, tokens, batches[0]), batches, loss)
 
 
 def after_tokens(

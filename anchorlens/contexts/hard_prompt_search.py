@@ -19,7 +19,7 @@ from ..prompts.batch import PromptBatch
 from ..prompts.token_texts import plain_tokens, tokenizer_of
 from ..runs.identity import as_words
 from ..system.arguments import check_counts, checked
-from ..system.devices import in_float64, sent
+from ..system.devices import in_float64, sent, wide
 from ..system.processes import gather_from_processes
 from ..system.put_back import each_call_inside
 from ..system.texts import described
@@ -48,24 +48,21 @@ def train_hard_prompt(
 ) -> HardPrompt:
     """Search for tokens that stand before a query, by gradients (PEZ).
 
-    In each step the tokens nearest to the embeddings P are run, and the gradient at their
-    embeddings changes P (Wen et al., 2023, algorithm 1). ``Training`` explains the other arguments
-    and the errors of all trainers.
+    In each step the tokens nearest to the embeddings P are run, and the gradient at them changes P
+    (Wen et al., 2023). ``Training`` explains the other arguments and the errors of all trainers.
 
     Args:
-        training: How to train, with the optimizer of the method. The paper takes 5000 steps, with
-            16 prompts in a batch.
+        training: How to train, without an optimizer. Paper: 5000 steps, 16 prompts in a batch.
         length: Number of tokens.
         method: How P moves: one of ``al.contexts.hard_prompts``, or your own ``Descent``.
-        start: Token ids at the start, repeated or cut to ``length``; those of the label words by
-            default.
-        allowed: True for each token that may be found. Special, unused and byte tokens, and those
-            that do not survive decoding and encoding, are left out in any case.
+        start: Token ids at the start, repeated or cut to ``length``; by default of label words.
+        allowed: True for each token that may be found. Never found are special, unused and byte
+            tokens, and those that do not survive decoding and encoding.
         tokenizer: The tokenizer of the prompts; ``model.tokenizer`` by default.
 
     Raises:
-        PromptError: ``length`` is below 1, no token is allowed, a token of the start is not
-            allowed, or a label word has several tokens and no start is given.
+        PromptError: ``length`` is below 1, no token is allowed, one of the start is not, or a label
+            word has several tokens and there is no start.
         MetricError: ``training`` has an optimizer.
         ModelError: The model's embeddings are no multiple of ``W_E``.
 
@@ -78,7 +75,7 @@ def train_hard_prompt(
     if training.optimizer is not None:
         raise MetricError(
             "the optimizer of a search is that of its method; pass "
-            "method=replace(al.contexts.hard_prompts.PEZ, optimizer=...), and training without one"
+            "method=replace(al.contexts.hard_prompts.PEZ, optimizer=...)"
         )
     tokenizer = tokenizer_of(model if tokenizer is None else tokenizer)
     chosen = "all plain tokens" if allowed is None else "given tokens"
@@ -100,15 +97,13 @@ def train_hard_prompt(
         nearest = NearestTokens.of(model, plain)
         if refused := sorted(set(ids[~nearest.allowed[ids].cpu()].tolist())):
             raise PromptError(
-                f"the tokens {refused} of the start are not allowed: they are special, unused, "
-                "bytes, changed by decoding and encoding, or not in allowed=...; pass another "
-                "start=..."
+                f"the tokens {refused} of the start are special, unused, bytes, changed by "
+                "decoding and encoding, or not in allowed=...; pass another start=..."
             )
         tokens = torch.cat([bos, ids])
         if method.fluency and len(tokens) < 2:
             raise PromptError(
-                "a single token without a BOS before it has no fluency; use a length from 2, or a "
-                "method with fluency=0"
+                "a single token without a BOS has no fluency; use a length from 2, or fluency=0"
             )
         run.check(tokens)
         with gradient_mode(True):
@@ -137,17 +132,14 @@ class NearestTokens:
 
     @classmethod
     def of(cls, model: HookedModel, allowed: Bool[Tensor, " vocab"]) -> "NearestTokens":
-        """The allowed tokens of a model."""
         table = model.W_E.detach()
         # Norms of low precision would be wrong by more than what two tokens differ in.
-        wide = torch.promote_types(table.dtype, torch.float32)
-        norms = torch.cat([rows.to(wide).norm(dim=1) for rows in table.split(_TOKENS_AT_ONCE)])
+        norms = torch.cat([wide(rows).norm(dim=1) for rows in table.split(_TOKENS_AT_ONCE)])
         allowed = allowed.to(table.device) & (norms > 0)
         if not allowed.any():
             raise PromptError(
                 "no token is allowed: each is special, unused, a byte, changed by decoding and "
-                "encoding, or not in allowed=...; allow more tokens, and pass the tokenizer of "
-                "the model"
+                "encoding, or not in allowed=...; allow more, and pass the model's tokenizer"
             )
         return cls(table, norms, allowed)
 
@@ -156,8 +148,7 @@ class NearestTokens:
         lengths = embeddings.norm(dim=1, keepdim=True)
         if not (lengths.isfinite() & (lengths > 0)).all():
             raise NotFiniteError(
-                "an embedding is zero, too large, infinite or NaN, so that no token is nearest to "
-                "it; use a lower learning rate"
+                "an embedding is zero, infinite or NaN: none is nearest; use a lower learning rate"
             )
         units = embeddings / lengths
         products = [units @ rows.to(units).T for rows in self.table.split(_TOKENS_AT_ONCE)]
@@ -189,9 +180,8 @@ def _check_embeds_by_table(
             return
     raise ModelError(
         f"the output of hook_embed in {model.cfg.model_name} is no multiple of the rows of W_E "
-        f"(shapes {tuple(embeddings.shape)} and {tuple(rows.shape)}), so that the token nearest to "
-        "an embedding is not known (factorised embeddings, or a norm after them); train a prefix "
-        "or a soft prompt"
+        f"(shapes {tuple(embeddings.shape)} and {tuple(rows.shape)}), so that the nearest token is "
+        "not known (factorised embeddings, or a norm); train a prefix or a soft prompt"
     )
 
 

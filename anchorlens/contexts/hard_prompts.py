@@ -21,9 +21,9 @@ from ..system.arguments import check_counts, checked
 from ..system.processes import gather_from_processes
 from .compressed import cache_of_tokens
 from .embedded import start_tokens
-from .hard_prompt import HardPrompt, answers_after_tokens, made_of_tokens
+from .hard_prompt import HardPrompt, after_tokens, made_of_tokens
 from .protocol import bos_of, check_queries, model_identity
-from .training import MakeOptimizer, TrainingRecord, query_digests
+from .training import MakeOptimizer, TrainingRecord, answers, query_digests
 
 Noise = Callable[[int, int], float]
 """Function of (step, steps) to the standard deviation of the noise of a step; see ``Descent``."""
@@ -60,8 +60,7 @@ class Descent:
     r"""How a hard prompt is searched: steps of an optimizer on embeddings P, with projections.
 
     Each step takes the gradient at P', the embeddings of the tokens nearest to P (by cosine; of
-    equally near ones that with the lowest id). The optimizer applies it to P, so that short steps
-    add up until another token is the nearest:
+    equally near ones the lowest id), and applies it to P, so that short steps add up:
 
     $$
     P' = \mathrm{Proj}(P), \qquad
@@ -69,31 +68,28 @@ class Descent:
     + \lambda L_{\mathrm{fluency}}(P') \right], \qquad P \leftarrow \mathrm{step}(P, g)
     $$
 
-    Adafactor moves each coordinate by about its learning rate, whatever the size of the gradient
-    is, so a fixed rate makes large steps in one model and small ones in another. The rates of the
-    presets are therefore in units of s, the root mean square of the embeddings at the start. The
-    noise of FluentPrompt is s sqrt(2 * 10 beta_i): sqrt(s) times the published one with the rate 10
-    s, because ours has the unit of the steps. With plain gradients
-    (``replace(al.contexts.hard_prompts.AUTOPROMPT, optimizer=partial(torch.optim.SGD, lr=100.0))``)
-    the rate must be found for each model and loss.
+    Adafactor moves each coordinate by about its learning rate, whatever the size of the gradient.
+    So the rates of the presets are in units of s, the root mean square of the embeddings at the
+    start. The noise of FluentPrompt is s sqrt(2 * 10 beta_i): sqrt(s) times the published one with
+    the rate 10 s, because ours has the unit of the steps. For ``torch.optim.SGD`` the rate must be
+    found for each model and loss.
 
     Pitfalls:
-        The best candidate is chosen on the held-out queries, so its accuracy there is too high:
-        measure it on other queries. Compare with random tokens (all of
-        ``al.contexts.hard_prompts.random``), with no tokens (``NoContext``) and with the start.
+        The best candidate is chosen on the held-out queries: measure it on others. Compare with the
+        start, with no tokens (``NoContext``) and with all of ``al.contexts.hard_prompts.random``.
 
     Source:
-        PEZ: Wen et al. (NeurIPS 2023), algorithm 1, as in its script for images (not in that for
-        language models, see ``PEZ_AS_PUBLISHED``). FluentPrompt: Shi et al. (2022).
+        PEZ: Wen et al. (NeurIPS 2023), algorithm 1, as in its script for images (that for language
+        models: ``PEZ_AS_PUBLISHED``). FluentPrompt: Shi et al. (2022).
 
     Attributes:
         optimizer: Function from [P] to its optimizer.
         keep_continuous: Whether P stays where the step led. Otherwise it is projected after each
-            step, so that a step too short to reach another token is lost.
-        noise: Standard deviation of the normal noise that is added to P after a step, as a function
-            of (step, steps), in units of the root mean square of P at the start; or None.
-        fluency: Weight lambda of the prompt's own loss, from 0 to 1. L_fluency is the mean
-            next-token cross entropy of the prompt's tokens, in nats; high means unlikely text.
+            step, and one too short to reach another token is lost.
+        noise: Function of (step, steps) to the standard deviation, in units of s, of the normal
+            noise that is added to P after a step; or None.
+        fluency: Weight lambda, from 0 to 1, of L_fluency, the mean next-token cross entropy of the
+            prompt's tokens in nats; high means unlikely text.
 
     Examples:
         PEZ that prefers likely text:
@@ -112,17 +108,10 @@ class Descent:
 
 
 PEZ = Descent(RelativeAdafactor(3.0))
-"""PEZ (Wen et al., 2023, algorithm 1), with a learning rate of three times the size of embeddings.
-
-The published rate, 0.3, is for GPT-2 Large. Steps of 0.3 are short in a model whose embeddings are
-larger.
-"""
+"""PEZ (Wen et al., 2023, algorithm 1) at a rate of 3 s; the published 0.3 is for GPT-2 Large."""
 
 PEZ_AS_PUBLISHED = Descent(Adafactor(lr=0.3), keep_continuous=False)
-"""What the published script for language models does: it projects twice a step, so that P is lost.
-
-AutoPrompt with the same optimizer makes the same steps.
-"""
+"""What the published script for language models does: it projects twice, so that P is lost."""
 
 AUTOPROMPT = Descent(RelativeAdafactor(10.0), keep_continuous=False)
 """AutoPrompt: P <- Proj(P - step), with steps that are long enough to reach another token."""
@@ -143,8 +132,7 @@ def class_words(batches: Sequence[PromptBatch]) -> list[int]:
     """
     if any((batch.label_ends != batch.label_positions).any() for batch in batches):
         raise PromptError(
-            "a label word has several tokens, of which a start would hold only the first; pass "
-            "start=... with the token ids of your choice"
+            "a label word has several tokens, which are no start; pass start=... of token ids"
         )
     return [int(token) for token in batches[0].label_token_ids]
 
@@ -167,8 +155,7 @@ def of_tokens(
         loss: Function of (logits, batch) to a number for each prompt.
 
     Raises:
-        PromptError: ``tokens`` are not token ids, a prompt has no true label, or a query after them
-            is too long.
+        PromptError: ``tokens`` are no token ids, a true label is missing, or a query is too long.
         ModelError: The model's hooks do not act, or it takes no key-value cache.
 
     Examples:
@@ -188,17 +175,17 @@ def of_text(
 ) -> HardPrompt:
     """A hard prompt of a text: yours, or that of a prompt which was found with another model.
 
-    ``al.ContextComparison`` says what it does beside nothing and random tokens, with intervals (the
-    table of transfer between models in Wen et al., 2023). Other arguments are as in ``of_tokens``.
+    ``al.ContextComparison`` compares it with nothing and random tokens (Wen et al., 2023: transfer
+    between models). Other arguments are as in ``of_tokens``.
 
     Args:
-        text: The text, or a hard prompt. Of the latter only the text is used, and the queries of
-            its training are refused; only a model with its tokenizer can tell them.
+        text: The text, or a hard prompt, of which the text is used, and the queries of its training
+            are refused (a model with its tokenizer can tell them).
 
     Raises:
-        PromptError: As ``of_tokens``; the tokens of the text do not give the text, or it holds a
-            control token. Of a hard prompt: its task has other labels, a label word has several
-            tokens in this model, or its training used queries of ``held_out``.
+        PromptError: As ``of_tokens``; the tokens do not give the text, or it holds a control token.
+            Of a hard prompt: its task has other labels, a label word has several tokens here, or
+            its training used queries of ``held_out``.
 
     Examples:
         >>> prompt = al.contexts.hard_prompts.of_text(model, " What", held_out=batches)
@@ -230,12 +217,11 @@ def _check_other_prompt(prompt: HardPrompt, batches: Sequence[PromptBatch]) -> N
     if any((batch.label_ends != batch.label_positions).any() for batch in batches):
         raise PromptError(
             "a label word has several tokens in this model, of which only the first would count; "
-            "use a task whose label words are single tokens in all models"
+            "use a task of single tokens in all models"
         )
     if used := {*prompt.info.get("queries_in_training", [])} & {*query_digests(batches)}:
         raise PromptError(
-            f"{len(used)} of these queries were used to train or to choose the hard prompt, so "
-            "that its accuracy would be too high; give other queries"
+            f"{len(used)} of these queries trained or chose the hard prompt; give others"
         )
 
 
@@ -249,7 +235,7 @@ def _ids_of(tokenizer: Any, text: str) -> list[int]:
         raise PromptError(
             f"the tokenizer of this model cannot encode the text {text!r}: its tokens give "
             f"{back!r} (unknown characters, or a text that is empty, cut or normalised); search "
-            "with allowed=... of tokens that both tokenizers know"
+            "with allowed=... of tokens of both"
         )
     return ids
 
@@ -267,8 +253,8 @@ def random(
 ) -> list[HardPrompt]:
     """Hard prompts of random plain tokens: the baseline of a search.
 
-    Compare a search with all of them, and not with the best one, which is chosen on the queries on
-    which it is measured. Other arguments are as in ``of_tokens``.
+    Compare a search with all of them, not with the best, which is chosen on the measured queries.
+    Other arguments are as in ``of_tokens``.
 
     Args:
         length: Number of tokens of each prompt.
@@ -318,7 +304,8 @@ def _prompts_of_model(
         info |= {"bos": bos.tolist(), "queries_in_training": []}
         made = []
         for tokens in prompts:
-            accuracy, mean_loss = answers_after_tokens(model, tokens, study.batches, loss)
+            context = after_tokens(model, tokens, study.batches[0])
+            accuracy, mean_loss = answers(model, context, study.batches, loss)
             record = TrainingRecord(
                 losses=torch.zeros(0, dtype=torch.float32, device="cpu"),
                 checked_steps=torch.tensor([0], device="cpu"),

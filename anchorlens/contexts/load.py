@@ -16,8 +16,7 @@ def load_context(path: str | Path) -> CompressedContext | PrefixContext:
     """Read a context that ``save`` wrote; a class of your own is known once it is defined.
 
     Raises:
-        StoreError: The file cannot be read, is damaged, or holds no context or one whose class
-            is not known.
+        StoreError: The file cannot be read, is damaged, or holds no context of a known class.
 
     Examples:
         >>> path = al.compress(model, batch).save(folder / "context.safetensors")

@@ -1,7 +1,6 @@
 """Contexts as prefix-tuning adapters of peft: keys and values of every layer in a folder.
 
-peft puts them before the tokens that it is given, and gives the first of these the position after
-the last key.
+peft puts them before the tokens that it is given, which have the positions after the last key.
 """
 
 import json
@@ -47,29 +46,24 @@ def context_to_peft(
 ) -> Path:
     """Write a context as a prefix-tuning adapter, which peft loads on the transformers model.
 
-    ``PeftModel.from_pretrained(transformers_model, folder)`` then gives the logits of the context,
-    where the transformers model has the weights of ``model``. The context holds the BOS of prompts
-    that begin with one, so give peft the tokens of the query without a BOS
-    (``tokenizer(query, add_special_tokens=False)``).
+    ``PeftModel.from_pretrained(transformers_model, folder)`` with the same weights then gives the
+    logits of the context. The context holds the BOS, so give peft the tokens of the query without
+    one (``tokenizer(query, add_special_tokens=False)``).
 
-    The file of weights holds one tensor, ``prompt_embeddings``, in float32. It has a row for each
-    position: for each layer the keys of all cached heads, then their values. The method is prefix
-    tuning (Li and Liang, 2021).
-
-    It needs peft: ``pip install "anchorlens[peft]"``.
+    The file of weights holds one tensor, ``prompt_embeddings``, in float32, with a row for each
+    position: for each layer the keys of all cached heads, then their values. It needs peft, which
+    ``anchorlens[peft]`` installs.
 
     Args:
-        context: A ``PrefixContext``, ``SoftPrompt``, ``HardPrompt``, or a ``CompressedContext``
-            whose keys stand at the positions 0, 1, ... with the query after them.
-        model: The model with which the context was made, as ``load_model`` gives it.
+        context: Its keys stand at the positions 0, 1, ... with the query after them.
+        model: The model with which it was made, as ``load_model`` gives it.
         folder: Where ``adapter_config.json`` and ``adapter_model.safetensors`` are written; it is
-            returned. The record of a training, embeddings and texts are not in it;
-            ``context.save`` stores them.
+            returned. Training records, embeddings and texts are only in ``context.save``.
 
     Raises:
-        PromptError: It is another kind of context, or its positions have gaps.
-        ModelError: The context was made with another model, the model is a ``HookedTransformer``,
-            its value biases are folded, or its layers have no keys and values of one shape.
+        PromptError: The positions have gaps.
+        ModelError: The context is of another model, the model is a ``HookedTransformer``, its value
+            biases are folded, or layers have keys and values of several shapes.
         StoreError: peft is not installed, or the files cannot be written.
 
     Examples:
@@ -123,30 +117,27 @@ def context_from_peft(
 ) -> PrefixContext:
     """Read a prefix-tuning adapter of peft as a context.
 
-    A folder of ``context_to_peft`` needs no other argument: the tokens and ``info`` of the context
-    are in it, and the model is compared. It comes back as a ``PrefixContext``, bit for bit.
+    A folder of ``context_to_peft`` needs no other argument: it has tokens and ``info``, the model
+    is compared, and the context comes back as a ``PrefixContext``, bit for bit.
 
-    In a prefix that was trained in peft, a BOS comes after the virtual tokens. There the model is
-    run on the BOS after the prefix, and the context is the prefix, then the BOS. Figures and tables
-    count this BOS as a part of the context. Such a folder does not say of which weights it is: only
-    the shapes are compared. peft is not needed for reading. Queries are run after the context
-    without a BOS of their own.
+    Of a prefix that was trained in peft, the context is the prefix, then the BOS on which the model
+    is run after it; figures and tables count this BOS as a part of it. Such a folder does not say
+    of which weights it is: only the shapes are compared. peft is not needed for reading. Queries
+    are run without a BOS of their own.
 
     Args:
-        folder: A local folder with ``adapter_config.json`` and ``adapter_model.safetensors``.
-        model: The model for which the adapter was made, as ``load_model`` gives it.
-        batch: Prompts for which the context is, which tell the BOS. It may be left out for a folder
-            of ``context_to_peft``.
-        tokens_after: Token ids between the prefix and each query; the BOS of the prompts by
-            default. An empty list is for a prefix that holds the BOS already.
+        folder: A local folder that ``save_pretrained`` of peft or ``context_to_peft`` wrote.
+        model: That for which the adapter was made, as ``load_model`` gives it.
+        batch: Prompts for which the context is, which tell the BOS; not needed as above.
+        tokens_after: Token ids between the prefix and each query, by default the BOS of the
+            prompts; none for a prefix that holds it already.
 
     Raises:
         StoreError: The files cannot be read, are damaged, or hold an adapter of another kind.
-        PromptError: ``batch`` is missing or begins with another BOS, ``tokens_after`` are no token
-            ids or are given for a folder that has its own, or the queries become too long.
-        ModelError: The shapes are not those of the model, a folder of ``context_to_peft`` is of
-            another model, the model is a ``HookedTransformer`` or takes no key-value cache, or its
-            value biases are folded.
+        PromptError: ``batch`` is missing or has another BOS, ``tokens_after`` are no token ids or
+            the folder has its own, or queries become too long.
+        ModelError: The adapter is of another model, the model is a ``HookedTransformer`` or takes
+            no key-value cache, or its value biases are folded.
 
     Examples:
         >>> context = al.compress(model, batch, select=al.contexts.selection.everything)
@@ -161,8 +152,7 @@ def context_from_peft(
         return _trained_in_peft(prefix, model, batch, tokens_after)
     if tokens_after is not None:
         raise PromptError(
-            f"{folder} was written by context_to_peft and holds all tokens before a query; leave "
-            "tokens_after out"
+            f"{folder} was written by context_to_peft and holds all tokens; leave tokens_after out"
         )
     tokens = torch.tensor(ours["tokens"], device="cpu")
     context = PrefixContext(prefix=prefix, tokens=tokens, info=ours["info"])
@@ -181,7 +171,6 @@ class _Sizes(NamedTuple):
     token_dim: int
 
     def fit(self, embeddings: Tensor) -> bool:
-        """Whether the keys and values of these sizes are in a tensor."""
         if not all(type(size) is int and size > 0 for size in self):
             return False
         shape = (self.num_virtual_tokens, 2 * self.num_layers * self.token_dim)
@@ -194,9 +183,8 @@ def _check_model(model: HookedModel) -> None:
     ensure_prepared(model)
     if not is_bridge(model):
         raise ModelError(
-            f"{model.cfg.model_name} is a HookedTransformer: it caches keys before their rotation, "
-            "and its weights are processed, so that its keys and values are not those of the "
-            "transformers model that peft wraps. Load the same weights with al.load_model"
+            f"{model.cfg.model_name} is a HookedTransformer, whose keys and values are not those "
+            "of the transformers model that peft wraps; load the same weights with al.load_model"
         )
     refuse_folded_value_biases(model)
 
@@ -205,9 +193,8 @@ def _one_shape(model: HookedModel, prefix: KeyValues) -> tuple[int, int]:
     """The number of cached heads and their width, which peft takes to be those of all layers."""
     if getattr(config_of(model), "kv_lora_rank", None):
         raise ModelError(
-            f"{model.cfg.model_name} has latent attention, which computes keys and values from "
-            "what it caches, so that peft has no place for them; the save of a context stores any "
-            "shapes"
+            f"{model.cfg.model_name} has latent attention, for whose cache peft has no place; the "
+            "save of a context stores any shapes"
         )
     tensors = (*prefix.keys, *prefix.values)
     shapes = sorted({(tensor.shape[1], tensor.shape[3]) for tensor in tensors})
@@ -215,8 +202,8 @@ def _one_shape(model: HookedModel, prefix: KeyValues) -> tuple[int, int]:
         raise ModelError(
             "an adapter of peft has keys and values of one shape in every layer, but "
             f"{model.cfg.model_name} with {model.cfg.n_layers} layers caches them in "
-            f"{len(prefix.keys)}, with (heads, d_head) {', '.join(map(str, shapes))}. No adapter "
-            "fits it; the save of a context stores any shapes"
+            f"{len(prefix.keys)}, with (heads, d_head) {', '.join(map(str, shapes))}. The save of "
+            "a context stores any shapes"
         )
     return shapes[0]
 
@@ -233,9 +220,9 @@ def _adapter(folder: Path) -> tuple[KeyValues, dict[str, Any] | None]:
     kind, task = config.get("peft_type"), config.get("task_type")
     if kind != "PREFIX_TUNING" or task not in (None, "CAUSAL_LM"):
         raise StoreError(
-            f"{folder} holds an adapter of the kind {kind} for {task}, but a context is keys and "
-            "values before a query: only PREFIX_TUNING for CAUSAL_LM gives them. Merge a LoRA into "
-            "the weights instead (merge_and_unload in peft) and load those with al.load_model"
+            f"{folder} holds an adapter of the kind {kind} for {task}, but only PREFIX_TUNING for "
+            "CAUSAL_LM has keys and values. Merge a LoRA into the weights instead "
+            "(merge_and_unload in peft) and load those with al.load_model"
         )
     if unread := {key: config[key] for key in config.keys() - _KNOWN if config[key]}:
         warn_user(
@@ -245,8 +232,8 @@ def _adapter(folder: Path) -> tuple[KeyValues, dict[str, Any] | None]:
     path = folder / _ADAPTER
     if kind_of(path) != "file":
         raise StoreError(
-            f"{folder} has no {_ADAPTER}; if peft wrote an adapter_model.bin, load the adapter in "
-            "peft and save it again"
+            f"{folder} has no {_ADAPTER}; if peft wrote adapter_model.bin, load and save it in "
+            "peft again"
         )
     header, stored = read_tensors(path)
     ours = header.get("adapter")
@@ -275,8 +262,8 @@ def _trained_in_peft(
     """A prefix that was trained in peft, and after it the tokens that come before each query."""
     if batch is None:
         raise PromptError(
-            "this folder was not written by context_to_peft and does not say with which BOS "
-            "prompts begin; pass a batch of the prompts that the context is for"
+            "this folder, not of context_to_peft, does not say with which BOS prompts begin; pass "
+            "a batch of the prompts that it is for"
         )
     bos = bos_of(batch)
     after = bos if tokens_after is None else token_ids(model, tokens_after, "tokens_after")

@@ -31,8 +31,7 @@ def restarted(selected: Bool[Tensor, " position"]) -> tuple[Int[Tensor, " key"],
 def rebased(selected: Bool[Tensor, " position"]) -> tuple[Int[Tensor, " key"], int]:
     """Selected keys at 0, 1, ... and the query after them, without a gap.
 
-    It is an error for models with positions in the residual stream (learned positions), because
-    these cannot be moved.
+    It is an error for learned positions, which are in the residual stream and cannot be moved.
     """
     count = int(selected.sum())
     return torch.arange(count, device="cpu"), count

@@ -17,6 +17,7 @@ from ..models.media_tokens import without_media_tokens
 from ..prompts.batch import PromptBatch
 from ..results.estimate import in_digits
 from ..system.arguments import check_counts, checked
+from ..system.devices import wide
 from ..system.processes import gather_from_processes
 from ..system.torch_state import gradient_mode
 from .compressed import CompressedContext, refuse_gaps
@@ -36,17 +37,14 @@ from .training import ADAM, Trainable, Training, TrainingRecord, TrainingRun
 class PrefixContext(StoredContext):
     """Keys and values of every layer that stand before a query at the positions 0, 1, ...
 
-    ``train_prefix`` learns them directly. Of soft prompts and hard prompts the model computes them
-    from embeddings or tokens.
+    ``train_prefix`` learns them; of soft and hard prompts the model computes them.
 
     Attributes:
         prefix: The keys and values.
         tokens: Token ids at these positions. The first is the BOS of prompts that have one; in a
-            prefix that peft trained (``context_from_peft``) it is the last. Others mean something
-            in a hard prompt only.
-        training: How the loss and the accuracy changed; None if the context was not trained here.
-        info: The model, its type and weights, the settings, the BOS with which prompts begin, and
-            digests of the queries that were used in training.
+            prefix of peft (``context_from_peft``) it is the last. Others count in hard prompts.
+        training: How it went; None if the context was not trained here.
+        info: The model, its type and weights, the settings, the BOS, digests of training queries.
     """
 
     training: TrainingRecord | None = None
@@ -97,12 +95,10 @@ def train_prefix(
     the errors of all trainers.
 
     Args:
-        training: How to train; the optimizer is Adam with learning rate 0.003 by default.
-        length: Number of positions that are learned, 10 by default; not with ``start``, which has
-            its own number.
-        start: A context whose keys and values are the start: demonstrations, what is selected of
-            them, or a context that was trained. By default they are those of random tokens after
-            the BOS.
+        training: How to train; by default with Adam at learning rate 0.003.
+        length: Number of positions that are learned, 10 by default; not with ``start``.
+        start: A context whose keys and values are the start, of demonstrations or trained; by
+            default those of random tokens after the BOS.
 
     Raises:
         PromptError: ``length`` is below 1 or given with ``start``, or the keys of ``start`` do not
@@ -115,8 +111,7 @@ def train_prefix(
     """
     if start is not None and length is not None:
         raise PromptError(
-            f"start has its own number of positions; got length={length!r} too: leave one of the "
-            "two out"
+            f"start has its own number of positions; got length={length!r} too: leave one out"
         )
     length = 10 if length is None else length
     check_counts(PromptError, length=length)
@@ -188,14 +183,8 @@ def _split(prefix: KeyValues, count: int) -> tuple[list[Tensor], list[Tensor]]:
     fixed = [tensor[:, :, :count].detach() for tensor in tensors]
     with gradient_mode(True):
         # The optimizer's steps would round to 0 in low precision.
-        leaves = [
-            tensor[:, :, count:]
-            .to(torch.promote_types(tensor.dtype, torch.float32), copy=True)
-            .detach()
-            .requires_grad_()
-            for tensor in tensors
-        ]
-    return fixed, leaves
+        learned = [wide(tensor[:, :, count:]).detach().clone() for tensor in tensors]
+        return fixed, [tensor.requires_grad_() for tensor in learned]
 
 
 def _check_start(model: HookedModel, start: StoredContext, bos: Tensor) -> None:
@@ -203,12 +192,9 @@ def _check_start(model: HookedModel, start: StoredContext, bos: Tensor) -> None:
     tokens = start.cached_tokens
     if not torch.equal(tokens[: len(bos)], bos):
         raise PromptError(
-            "the prompts begin with a BOS, which a start must hold too, before all else; "
-            "select it, as the functions of al.contexts.selection do"
+            "the prompts begin with a BOS, which a start must hold; select it, as "
+            "al.contexts.selection does"
         )
     if len(tokens) == len(bos):
-        raise PromptError(
-            "a start must hold more than the BOS, whose keys and values are not trained; select "
-            "more of the demonstrations"
-        )
+        raise PromptError("a start must hold more than the BOS, which is not trained; select more")
     refuse_gaps(start, "a start")

@@ -55,9 +55,9 @@ class QueryPass:
 class Context(Protocol):
     """What can stand before a query in place of demonstrations, and answer it.
 
-    A context of your own is a class with ``size`` and ``query_pass``, and has ``logits`` from this
-    class. A field ``info`` is optional. With the entries of the ``info`` of ``al.compress`` another
-    model is refused, and with ``queries_in_training`` queries that a training used.
+    A context of your own has ``size`` and ``query_pass``, and ``logits`` from this class. ``info``
+    is optional: with the entries of that of ``al.compress`` another model is refused, and with
+    ``queries_in_training`` queries that a training used.
     """
 
     @property
@@ -78,8 +78,7 @@ class Context(Protocol):
 
         Raises:
             ModelError: The context was made with another model, type or weights.
-            PromptError: A query is too long, or the prompts begin with other tokens than those
-                for which the context was made.
+            PromptError: A query is too long, or prompts begin with other tokens than the context.
         """
         ensure_prepared(model)
         check_batch(batch)
@@ -184,10 +183,7 @@ def selected_by(
 
 
 def queries_after(batch: PromptBatch, tokens: Int[Tensor, " position"]) -> PromptBatch:
-    """The queries of a batch up to their targets, after other tokens, padded on the right.
-
-    The tokens may be none. All are run, and label positions are left out.
-    """
+    """The queries up to their targets, without label positions, after tokens that may be none."""
     count, rows = len(tokens), len(batch)
     lengths = batch.target_positions - batch.query_start + 1
     offsets = torch.arange(longest_query(batch), device="cpu")

@@ -45,12 +45,11 @@ class Beta(Record):
     """Logarithm of the factor of the target's attention to each label word.
 
     Attributes:
-        beta: ``A(q, p_i)`` is multiplied by ``exp(beta_i)``, for the label words in order of
-            appearance. 0 changes nothing; above 0 the label word is read more.
-        label_classes: Class of each label word; prompts must have the same classes in this order.
+        beta: ``A(q, p_i)`` is multiplied by ``exp(beta_i)``, label words in order of appearance. 0
+            changes nothing; above 0 the label word is read more.
+        label_classes: Class of each label word, which prompts must have in this order.
         losses: Mean loss of the steps of each round over all batches, in nats; low is good.
-        vanilla_loss: Mean loss at beta = 0, in nats. Losses above it mean that training diverged,
-            or began at a worse beta.
+        vanilla_loss: Mean loss at beta = 0, in nats. Losses above it: it diverged, or began worse.
     """
 
     beta: Float[Tensor, "layer head anchor"]
@@ -59,10 +58,9 @@ class Beta(Record):
     vanilla_loss: Float[Tensor, ""]
 
     caption: ClassVar[str] = (
-        "exp(beta) multiplies the target's attention to a label word. At 1 nothing changes; "
-        "above 1 the label word is read more, below 1 less. The loss falls where re-weighting "
-        "helps on the prompts that it was trained on. In the paper it raises the accuracy on all "
-        "four tasks."
+        "exp(beta) multiplies the target's attention to a label word: above 1 it is read more, "
+        "below 1 less. The loss falls where re-weighting helps on the training prompts. In the "
+        "paper it raises the accuracy on all four tasks."
     )
 
     @checked
@@ -77,8 +75,8 @@ class Beta(Record):
             if classes != expected:
                 raise HookError(
                     f"this beta is for label words of the classes {expected} in order of "
-                    f"appearance; the prompt has {classes}. Train one on prompts with these "
-                    "demonstrations, or build the prompts with those that it was trained on"
+                    f"appearance; the prompt has {classes}. Train one for these demonstrations, or "
+                    "build prompts with those that it was trained on"
                 )
         return self.beta
 
@@ -109,36 +107,31 @@ def train_reweighting(
     r"""Learn beta by gradient descent on the label loss.
 
     ``Training`` explains what all trainers have in common; here nothing is held out, whole prompts
-    are trained on, and the beta of the last step counts. The paper uses batches of one prompt
-    (``build_prompts(..., batch_size=1)``), and 10 rounds over 4 training examples a class with Adam
-    at learning rate 0.01, which are the defaults here. Where the model's cache gives other logits,
-    steps run whole prompts. A step needs the step before it, so several processes all do the same
-    training, and all get the beta of the main process. If training diverges, it is the beta of the
-    check before which the mean loss was lowest.
+    are trained on, and the beta of the last step counts; if training diverges, that of the check
+    before which the mean loss was lowest. The paper uses batches of one prompt
+    (``build_prompts(..., batch_size=1)``), 4 training examples a class, and the defaults: 10 rounds
+    with Adam at learning rate 0.01. All processes get the beta of the main one.
 
     $$
     A_{h\ell}(q, p_i) \; \mapsto \; A_{h\ell}(q, p_i) \, \exp(\beta_{h\ell i})
     $$
 
-    acts after the softmax, without renormalisation, on the row of the target only. So everything
-    before the target is run once, and a step runs one token of each prompt.
+    acts after the softmax, without renormalisation, on the row of the target only. So all before it
+    is run once, where the cache gives the same logits, and a step runs one token of each prompt.
 
     How to read:
-        Any number: above 0 the target reads the label word more, below 0 less.
+        Above 0 the target reads the label word more, below 0 less.
 
     Pitfalls:
-        A few training examples and one number for each head and label word can be learned by heart:
-        read the accuracy on other queries and its paired interval, not the training loss. Compare
-        with what the same examples give in other ways (``examples/reweighting.py``).
+        A few examples can be learned by heart: read the accuracy on other queries and its paired
+        interval, and what the same examples give in other ways (``examples/reweighting.py``).
 
     Source:
-        Section 3.1, Table 1. The published code numbers anchors by class, here they are numbered by
-        appearance.
+        Section 3.1, Table 1. The published code numbers anchors by class, not by appearance.
 
     Args:
         batches: Training prompts, all with the same demonstrations and with their true labels.
-        start: Beta at the start, 0 by default. An axis of length 1 is shared: (layer, 1, anchor)
-            learns a value for each layer and label word, (layer, 1, 1) a value for each layer.
+        start: Beta at the start, 0 by default. Axes of length 1 are shared: (layer, 1, anchor).
 
     Raises:
         PromptError: The prompts differ in their label words.
@@ -160,7 +153,7 @@ def train_reweighting(
         orders = torch.cat([each.label_classes for each in run.study.batches]).unique(dim=0)
         if len(orders) > 1:
             raise PromptError(
-                "a beta is for a single order of label words, but the prompts have the classes "
+                "a beta is for one order of label words, but prompts have the classes "
                 f"{orders.tolist()}; train each set of demonstrations separately"
             )
         classes, loss = orders[0].tolist(), training.loss
@@ -195,8 +188,6 @@ def train_reweighting(
 
 @dataclass(frozen=True, eq=False)
 class _TrainedBeta(Trainable):
-    """A beta that is learned."""
-
     beta: Float[Tensor, "_ _ _"]  # an axis of length 1 is shared
     ready: Mapping[int, QueryPass]  # by the ``id`` of each batch, without hooks
 

@@ -1,8 +1,7 @@
 """Which positions of the demonstrations a compressed context stores.
 
 A selection is a function from the demonstrations, as a batch of one prompt, to these positions.
-Your own functions with the same signature work as those here. What must ask the model is a
-``ByScore``.
+Your own functions work as those here. What must ask the model is a ``ByScore``.
 """
 
 from collections.abc import Callable, Sequence
@@ -64,13 +63,11 @@ def label_words(demonstrations: PromptBatch) -> Bool[Tensor, " position"]:
 def random_and_format(seed: int) -> Selection:
     """The control of ``anchors_and_format`` (Hidden_random).
 
-    It selects, in place of each label word, as many random text tokens of the same demonstration
-    as the word has tokens; a PromptError if there are fewer. The draw depends on ``seed`` and the
-    demonstrations alone.
+    In place of each label word it selects as many random text tokens of the same demonstration as
+    the word has; a PromptError if there are fewer. The draw depends on ``seed`` and demonstrations.
 
     Examples:
-        >>> selections = [al.contexts.selection.random_and_format(seed) for seed in range(3)]
-        >>> contexts = [al.compress(model, batch, select=select) for select in selections]
+        >>> context = al.compress(model, batch, al.contexts.selection.random_and_format(seed=0))
     """
 
     def select(demonstrations: PromptBatch) -> Bool[Tensor, " position"]:
@@ -83,9 +80,8 @@ def random_and_format(seed: int) -> Selection:
             count, begin = last - first + 1, last + 1
             if len(candidates) < count:
                 raise PromptError(
-                    f"the demonstration before position {first} has {len(candidates)} text tokens, "
-                    f"but its label word has {count}, which random text tokens replace; use longer "
-                    "demonstrations"
+                    f"the demonstration before position {first} has {len(candidates)} text tokens "
+                    f"to replace {count} of its label word; use longer demonstrations"
                 )
             order = torch.randperm(len(candidates), generator=generator, device="cpu")
             selected[candidates[order[:count]]] = True
@@ -99,20 +95,19 @@ def random_and_format(seed: int) -> Selection:
 class ByScore(InOneLine):
     """The positions with the highest score in one pass over the demonstrations.
 
-    The score is a mean over layers and heads, so that there is **one set for all of them**. Of
-    equal scores the lower position is stored. BOS and instructions always are, and count.
+    The score is a mean over layers and heads: there is **one set for all of them**. Of equal scores
+    the lower position is stored. BOS and instructions always are, and count.
 
     Attributes:
         score: Function of keys and values (``al.contexts.KeyValues``) and of what was read
             (``al.reads.Seen``) to finite scores, whose last axis is the position.
-        keep: How many positions: as many as another selection has, a whole number, or a share.
+        keep: How many positions: those of another selection, a whole number, or a share.
         reads: Function of the demonstrations to what is read besides, as in a metric; no gradient.
         last: So many of the last positions are always stored too.
         name: What ``info["scored"]`` of the context names.
 
     Raises:
-        PromptError: ``keep`` is less than is always stored, or more than there is; or that of
-            label words and format where these are not known; or the scores do not fit.
+        PromptError: ``keep`` or scores do not fit, or label words and format are not known.
         MetricError: It reads a gradient.
 
     Examples:
@@ -153,8 +148,8 @@ class ByScore(InOneLine):
         fits = holds_numbers(scores) and scores.numel() and scores.shape[-1:] == (length,)
         if not fits or not scores.isfinite().all():
             raise PromptError(
-                f"score must give finite numbers with the {length} positions of the demonstrations "
-                f"as last axis; {self.name} gave {described(scores)}"
+                f"score must give finite numbers with the {length} positions of demonstrations as "
+                f"last axis; {self.name} gave {described(scores)}"
             )
         mean = scores.detach().cpu().double().reshape(-1, length).mean(0)
         return _highest(mean, count, always)
@@ -164,23 +159,21 @@ class ByScore(InOneLine):
 def by_score(score: ScoreName, keep: Keep = anchors_and_format, *, window: int = 8) -> ByScore:
     r"""The positions of the highest score, by a formula of other methods, and not as they do it.
 
-    Each of these methods stores another set for each head, and some drop tokens after each new one.
-    Here one set is chosen for all layers and heads, once, after n tokens of demonstrations:
+    These methods store a set for each head, and some drop tokens after each new one. Here one set
+    is chosen for all layers and heads, once, after n tokens of demonstrations:
 
     - ``small keys``: $-\lVert k_j \rVert_2$ (2406.11430; ``KnormPress`` of kvpress);
     - ``large values``: $\lVert v_j \rVert_2$; this plain score is ours;
     - ``heavy hitters``: what j and later positions read of it, $\sum_{i \ge j} A_{ij} / (n - j)$
       (``ObservedAttentionPress``). H2O (2306.14048) does not divide, and half of its budget are the
-      last tokens: ``dataclasses.replace(..., score=lambda cache, seen: seen["received"][0],
-      last=32)`` of ``by_score("heavy hitters", 64)``;
-    - ``most read``: what the last ``window`` tokens, which are always stored, read of j: their mean
-      $A_{ij}$, averaged over the 5 positions around j. SnapKV (2404.14469; ``SnapKVPress``, window
-      64) has the question for its window. Here many queries follow, and the window is the end of
-      the demonstrations.
+      last tokens (``dataclasses.replace``: ``score=lambda cache, seen: seen["received"][0]``,
+      ``last=32`` of 64);
+    - ``most read``: the mean $A_{ij}$ of the last ``window`` tokens, which are always stored,
+      averaged over the 5 positions around j. SnapKV (2404.14469; ``SnapKVPress``, window 64) has
+      the question for its window, here it is the end of the demonstrations.
 
     Examples:
-        >>> by_score, names = al.contexts.selection.by_score, al.contexts.selection.SCORE_NAMES
-        >>> contexts = [al.compress(model, batch, by_score(name)) for name in names]
+        >>> context = al.compress(model, batch, al.contexts.selection.by_score("small keys"))
     """
     if window < 1:
         raise PromptError(f"window must be a number of tokens from 1; got {window}")
@@ -276,7 +269,6 @@ def _in_segments(demonstrations: PromptBatch, *segments: int) -> Bool[Tensor, " 
     if not _has_texts(demonstrations):
         raise PromptError(
             "it is not known which tokens of these prompts are texts and which are format; build "
-            "them with build_prompts, or pass your own select: (demonstrations) to "
-            "Bool['position']; a selection by score takes a number of them, keep=64"
+            "them with build_prompts, or pass your own select; by score, a number such as keep=64"
         )
     return torch.isin(demonstrations.segments[0], torch.tensor(segments, device="cpu"))

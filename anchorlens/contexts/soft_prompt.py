@@ -53,12 +53,10 @@ def train_soft_prompt(
     ``Training`` explains the other arguments and the errors of all trainers.
 
     Args:
-        training: How to train; the optimizer is Adafactor with learning rate 0.3 by default, as in
-            section 2 of the paper.
+        training: How to train; by default with Adafactor at rate 0.3, as in section 2 of the paper.
         length: Number of embeddings.
-        start: Token ids whose embeddings are the start, repeated or cut to ``length``; random
-            tokens by default. ``al.contexts.hard_prompts.class_words(batches)`` gives those of the
-            label words.
+        start: Token ids whose embeddings are the start, repeated or cut to ``length``, such as
+            ``al.contexts.hard_prompts.class_words(batches)``; random tokens by default.
 
     Raises:
         PromptError: ``length`` is below 1, or ``start`` is not a list of token ids.
@@ -140,8 +138,6 @@ def _check_reads_embeddings_alone(
     difference = relative_difference(logits, expected)
     if not difference <= tolerance(model, ROUNDINGS):
         raise ModelError(
-            f"{model.cfg.model_name} reads tokens elsewhere than at hook_embed, too: with the "
-            f"embeddings of some tokens alone its logits are off by {difference:.1e} of the "
-            "largest, so that embeddings cannot take the place of tokens; train a prefix or a hard "
-            "prompt"
+            f"{model.cfg.model_name} reads tokens elsewhere than at hook_embed, too: from "
+            f"embeddings alone logits are off by {difference:.1e}; train a prefix or hard prompt"
         )

@@ -91,8 +91,8 @@ class StoredContext(KeepsRepr, Context):
                     pass
                 case _:
                     raise StoreError(
-                        f"{path} is not written: {name} must be a tensor, a record, a text or a "
-                        "whole number; put other values into info"
+                        f"{path} is not written: {name} must be a tensor, record, text or whole "
+                        "number; put others into info"
                     )
         write_atomically(Path(path), to_bytes_with_digest({"context": header}, tensors))
         return Path(path)

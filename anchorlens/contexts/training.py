@@ -68,10 +68,9 @@ class TrainingRecord(Record):
     held_out_loss: Float[Tensor, " check"]
 
     caption: ClassVar[str] = (
-        "Loss of each step's batch, and loss and accuracy on held-out queries, which are not "
-        "trained on. Training returns the step with the highest held-out accuracy. A held-out "
-        "loss that rises while the loss of the steps falls says that the training queries are "
-        "learned by heart. The paper has no such figure."
+        "Loss of each step's batch, and loss and accuracy on held-out queries. Training returns "
+        "the step with the highest held-out accuracy. A held-out loss that rises while that of the "
+        "steps falls says that training queries are learned by heart. The paper has no such figure."
     )
 
     @property
@@ -106,29 +105,26 @@ class TrainingRecord(Record):
 class Training:
     """How something is trained, and what all trainers have in common.
 
-    Every trainer takes ``model``, a hooked model that stays as it is, ``batches``, training prompts
-    with their true labels, and ``held_out``, other prompts with theirs. Each batch is a step. What
-    is trained takes the place of the demonstrations: only the queries are run. A BOS stays before
-    it. Returned is, with its training record, what had the highest accuracy on held-out queries at
-    a check, of equal ones the lowest loss. If training diverges, it stops with a warning.
+    Every trainer takes ``model``, which stays as it is, ``batches``, training prompts with their
+    true labels, and ``held_out``, other prompts with theirs. Each batch is a step. What is trained
+    takes the place of the demonstrations, after a BOS: only the queries are run. Returned is, with
+    its training record, what had the highest held-out accuracy at a check, of equal ones the lowest
+    loss. Training that diverges stops with a warning.
 
-    Every trainer raises a PromptError if there are no training or held-out prompts, both have the
-    same query, or a prompt has no true label or does not fit the model; a MetricError if a setting
-    is out of its range; a ModelError if the model's hooks do not act, its value biases are folded,
-    or it takes no key-value cache; and a StoreError if the folder is of another training.
+    Every trainer raises a PromptError for no training or held-out prompts, a query in both, and a
+    prompt without a true label or that does not fit the model; a MetricError for a setting out of
+    its range; a ModelError if hooks do not act, value biases are folded, or there is no key-value
+    cache; a StoreError for the folder of another training.
 
     Attributes:
-        steps: Number of optimizer steps; 0 returns the start. By default 300, and for re-weighting
-            10 rounds over all batches.
-        optimizer: Function from the list of parameters to their optimizer of ``torch.optim``. By
-            default that of the trainer.
-        clip: Largest norm of the gradient over all parameters. By default 1, and for re-weighting
-            infinity, which is no limit.
+        steps: Number of optimizer steps; 0 returns the start. Default 300; re-weighting: 10 rounds.
+        optimizer: Function from a list of parameters to their ``torch.optim`` one; a trainer has
+            its own.
+        clip: Largest norm of the gradient over all parameters. Default 1, for re-weighting none.
         check_every: Steps from one check to the next.
         seed: Of the order of the batches and of what the trainer draws.
         loss: Function of (logits, batch) to a number for each prompt.
-        folder: Where the state is stored at every check, so that the same call after an
-            interruption continues from there.
+        folder: Where the state is stored at checks; after an interruption the same call continues.
         progress: Show a progress bar.
 
     Examples:
@@ -244,8 +240,8 @@ class TrainingRun:
         for name, prompts in (("training", batches), ("held-out", held_out)):
             if prompts is not None and not prompts:
                 raise PromptError(
-                    f"there are no {name} prompts; give batches of queries with their true labels, "
-                    "the held-out ones (held_out=...) unlike those of training"
+                    f"there are no {name} prompts; give batches of queries with true labels, "
+                    "others held out (held_out=...)"
                 )
         optimizer = training.optimizer or optimizer
         with gradient_mode(True):  # a step of a number, so that a wrong one is seen at once
@@ -296,8 +292,7 @@ class TrainingRun:
         refuse_folded_value_biases(model)
         if any(not torch.equal(bos_of(batch), bos_of(prompts[0])) for batch in prompts):
             raise PromptError(
-                "all prompts must begin with the same BOS, or all without one; build them with one "
-                "tokenizer"
+                "prompts must begin with one BOS, or all without; build them with one tokenizer"
             )
         if any(batch.gold is None for batch in prompts):
             raise PromptError(
@@ -305,8 +300,7 @@ class TrainingRun:
             )
         if both := {*query_digests(self.batches)} & {*query_digests(self.held_out)}:
             raise PromptError(
-                f"{len(both)} held-out queries are training queries too, so that their accuracy "
-                "would be too high; hold out other queries"
+                f"{len(both)} held-out queries are training queries too; hold out others"
             )
         refuse_several_targets(loss)
         check_loss(loss, prompts, model)
@@ -339,8 +333,8 @@ class TrainingRun:
                 each.is_leaf and each.requires_grad for each in parameters
             ):
                 raise MetricError(
-                    f"{what} must be tensors that the optimizer can change, at least one: leaves "
-                    "that require a gradient (torch.zeros(3, requires_grad=True))"
+                    f"{what} must be leaves that require a gradient (torch.zeros(3, "
+                    "requires_grad=True))"
                 )
             optimizer = self.optimizer(parameters)
             file = _StateFile.of(self, trainable)
@@ -378,8 +372,8 @@ class TrainingRun:
         warn_user(
             f"training diverged: the loss of step {len(state.losses)} is {state.losses[-1]:.3g}, "
             f"that of the checks was {state.held_out_losses[0]:.3g} at the start and is "
-            f"{state.held_out_losses[-1]:.3g} now. It was stopped, and what was trained is as "
-            f"after step {int(record.checked_steps[record.best])}; use a lower learning rate"
+            f"{state.held_out_losses[-1]:.3g} now. What was trained is as after step "
+            f"{int(record.checked_steps[record.best])}; use a lower learning rate"
         )
         return state.best, record
 
@@ -419,7 +413,7 @@ class TrainingRun:
         if not state.losses and not isfinite(loss):
             raise MetricError(
                 f"the mean of the loss {name_of(self.training.loss)} must be finite before the "
-                f"first step; got {loss}. Give a loss that is finite for these prompts"
+                f"first step; got {loss}; give one that is finite here"
             )
         state.checked.append(len(state.losses))
         state.accuracies.append(accuracy)
@@ -552,8 +546,8 @@ class _StateFile:
             yield
         except Exception as error:  # optimizers raise errors of any kind for what is not theirs
             raise StoreError(
-                f"{self.path} does not hold a training of this version ({type(error).__name__}: "
-                f"{error}); delete it, or use another folder"
+                f"{self.path} is no training of this version ({type(error).__name__}: {error}); "
+                "delete it, or use another folder"
             ) from error
 
     def write(self, state: _State, trainable: Trainable, optimizer: Optimizer) -> None:

@@ -5,12 +5,11 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from ..errors import RunError
 from ..hooks import Site
 from ..metrics.accuracy import Accuracy
 from ..metrics.aucroc import AttentionAUCROC
 from ..metrics.distances import AnchorDistances
-from ..metrics.question import Metric, Question
+from ..metrics.question import Metric
 from ..metrics.saliency_flows import SaliencyFlows
 from ..models.hooked import HookedModel, attention_layers
 from ..prompts.batch import PromptBatch, count_tokens
@@ -18,13 +17,12 @@ from ..questions.edge_sweep import EdgeSweep
 from ..questions.sites import first_and_last
 from ..results.record import Record, Results
 from ..runs.checks import possible
-from ..runs.run import run
 from ..runs.study import checked_batches
 from ..system.arguments import checked
 from ..system.processes import fails_together, is_main
 from ..system.steps import planned, step
 from ..system.warn import warn_user
-from .random_weights import random_steps, with_random_models
+from .random_weights import answered, random_steps, with_random_models
 
 METRICS: tuple[Metric, ...] = (SaliencyFlows(), AttentionAUCROC(), AnchorDistances())
 MODEL, ISOLATION = "the model", "isolation"  # the first and the last step
@@ -55,19 +53,19 @@ def analyse(
 
     Args:
         batches: Prompts of one task, from ``sample_prompts`` or ``build_prompts``.
-        depth: Layers isolated at each end of the model; by default 5, or half of fewer than 10.
+        depth: Layers isolated at each end; by default 5, or half of fewer than 10.
         draws: Random controls of each isolation.
-        random_weights: Whether to draw models of the same architecture with random weights, three
-            on a few prompts, whose numbers figures and claims show beside those of the model. By
-            default of models up to 300 million parameters, because it takes a second model.
-        keep: Called with the name of each record and the record, as soon as it is computed; again
-            with those of metrics after the models of random weights, whose numbers they then hold.
+        random_weights: Whether to run three models of the same architecture with random weights on
+            a few prompts, whose numbers figures and claims show beside those of the model. By
+            default up to 300 million parameters, as it takes a second model.
+        keep: Called with the name of each record and the record, as soon as it is computed; for
+            metrics again after the models of random weights.
 
     Returns:
         The records of ``SaliencyFlows``, ``AttentionAUCROC`` and ``AnchorDistances`` by their
-        names, of ``Accuracy`` where there are no distances, and under ``isolation`` that of the
-        sites "first 5 layers", "last 5 layers", and where prompts begin with a BOS "first 5 layers,
-        BOS edge kept". ``claims`` and ``write_report`` take them.
+        names, of ``Accuracy`` where there are no distances, and under ``isolation`` that of "first
+        5 layers", "last 5 layers", and where there is a BOS "first 5 layers, BOS edge kept".
+        ``claims`` and ``write_report`` take them.
 
     Raises:
         HookError: The model has fewer layers than ``depth``.
@@ -98,7 +96,7 @@ def analyse(
         results = kept(with_random_models(model, batches, METRICS, results, **drawing))
         sweep = EdgeSweep.isolation(sites, draws=draws)
         with step(ISOLATION):
-            isolation = kept(_answered(model, batches, [sweep], folder=folders[1], **options))
+            isolation = kept(answered(model, batches, [sweep], folder=folders[1], **options))
     return Results({**results, **isolation})
 
 
@@ -140,18 +138,4 @@ def run_possible(model: HookedModel, batches: Sequence[PromptBatch], **options: 
             warn_user(f"no result for {name}: {reason}")
     if AnchorDistances.name in reasons:  # which also give the accuracy
         metrics += possible(model, batches, [Accuracy()])[0]
-    return _answered(model, batches, metrics, **options)
-
-
-def _answered(
-    model: HookedModel,
-    batches: Sequence[PromptBatch],
-    questions: Sequence[Question],
-    **options: Any,
-) -> Results:
-    try:
-        return run(model, batches, questions, **options)
-    except RunError as error:  # some have no result; the others have
-        if is_main():
-            warn_user(str(error))
-        return Results(error.results)
+    return answered(model, batches, metrics, **options)

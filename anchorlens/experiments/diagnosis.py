@@ -26,21 +26,18 @@ class DiagnosisRecord(Record):
     """Predicted and actual confusion in a layer, and their correlation in every layer.
 
     Attributes:
-        predicted: Distance of two classes' keys in the chosen layer over the largest of the layer:
-            from 0 to 1, 0 on the diagonal; low means that confusion is predicted.
-        actual: AUC-ROC of p_a / (p_a + p_b) among prompts of the two classes, from 0 to 1; low
-            means confused, 0.5 that the model cannot tell them apart. NaN on the diagonal and for
-            pairs without prompts.
-        correlation: Spearman correlation of the two over pairs of classes, from -1 to 1; high
-            means that distance predicts confusion. NaN with fewer than three pairs (as with
-            two classes), and in layers without distances.
+        predicted: Distance of two classes' keys in the layer over its largest, from 0 to 1, 0 on
+            the diagonal; low predicts confusion.
+        actual: AUC-ROC of p_a / (p_a + p_b) among prompts of the two classes, from 0 to 1; low:
+            confused, 0.5: not told apart. NaN on the diagonal and for pairs without prompts.
+        correlation: Spearman correlation of the two over pairs of classes, from -1 to 1; high:
+            distance predicts confusion. NaN with fewer than three pairs, or no distances.
         p_value: Share of the permutations of the classes (the identity included) whose correlation
-            is at least the observed one: above 0, at most 1. Small means that distance predicts
-            confusion better than if the keys were assigned to the classes at random. At least 1/6
-            with three classes, 1/24 with four. NaN where the correlation is NaN.
-        position_correlation: Spearman correlation of distance with the distance in position of the
-            label words, from -1 to 1. Where it is high, the p-value does not tell keys and
-            positions apart as predictors; average over several orders of the demonstrations.
+            is at least the observed one, above 0 and up to 1. Small: distance predicts confusion
+            better than keys assigned to classes at random. At least 1/6 with three classes.
+        position_correlation: Spearman correlation of distance with that in position of the label
+            words, from -1 to 1. Where it is high, the p-value does not tell keys from positions;
+            average over several orders of the demonstrations.
         layer: The layer of ``predicted``.
     """
 
@@ -52,25 +49,20 @@ class DiagnosisRecord(Record):
     layer: Int[Tensor, ""]
 
     caption: ClassVar[str] = (
-        f"{AnchorDistancesRecord.caption} "
-        "Below: rank correlation of distance and confusion over pairs of classes, by layer; near "
-        "1, the keys predict which classes are confused. Dashed: correlation of distance with "
-        "the positions of the label words; where it is high, too, position may be the reason."
+        f"{AnchorDistancesRecord.caption} Below: rank correlation of distance and confusion over "
+        "pairs of classes, by layer; near 1, keys predict confusion. Dashed: correlation of "
+        "distance with the positions of the label words; where it is high, too, position may be "
+        "the reason."
     )
 
     def pairs(self) -> pd.DataFrame:
         """All pairs of classes as a table, the most confused first.
 
-        ``predicted`` (distance) and ``actual`` (AUC-ROC) have ranks among the pairs,
-        ``predicted_rank`` and ``actual_rank``: 1 is the most confused, equal values share their
+        Of ``predicted_rank`` and ``actual_rank`` 1 is the most confused; equal values share their
         mean rank. Pairs without an AUC come last, without a rank.
-
-        Examples:
-            >>> distances = al.run(model, batches, [al.AnchorDistances()], progress=False)
-            >>> al.diagnose(distances["anchor_distances"]).pairs().shape
-            (15, 6)
         """
-        names, (first, second) = self._class_names(), _pairs_of(self.actual)
+        names, size = self._class_names(), len(self.actual)
+        first, second = torch.triu_indices(size, size, 1, device="cpu")
         frame = pd.DataFrame(
             {
                 "class": [names[k] for k in first.tolist()],
@@ -122,42 +114,34 @@ def diagnose(distances: Record, *, layer: int | None = None) -> DiagnosisRecord:
     $$
 
     with the distances D, the actual AUCs U, the rank correlation rho over pairs of classes, and
-    permutations f of the classes. Pairs that share a class are not independent, so whole classes
-    are permuted, not single pairs. Pairs without an AUC are left out in every permutation. Up to 7
-    classes all permutations are used (5040 of 7); with more classes the identity and 5000, drawn
-    with a fixed seed.
+    permutations f of the classes: pairs that share a class are not independent. Pairs without an
+    AUC are left out in every permutation. Up to 7 classes all permutations are used; with more the
+    identity and 5000, drawn with a fixed seed.
 
     Range:
         ``correlation`` -1 to 1, NaN with two classes; ``p_value`` above 0 to 1.
 
     How to read:
-        A correlation above 0 means that classes with near keys are confused. A small p-value means
-        that keys that are assigned to the classes at random would seldom predict as well.
+        A correlation above 0: classes with near keys are confused. A small p-value: keys assigned
+        to classes at random would seldom predict as well.
 
     Pitfalls:
-        The best of many layers correlates well by chance, and its p-value does not mean what it
-        says: use the default layer, or one chosen before you saw the numbers. The test does not
-        know why distance and confusion agree: if ``position_correlation`` is high, the reason may
-        be positions.
+        The best of many layers correlates well by chance, whatever its p-value: use the default
+        layer, or one chosen before. Where ``position_correlation`` is high, it may be by position.
 
     Source:
         Section 3.3 shows the two matrices (Figure 6); the correlation and its test are ours.
         Mantel, *The Detection of Disease Clustering and a Generalized Regression Approach* (1967).
 
     Args:
-        distances: The record of ``AnchorDistances``. A run over several sets of demonstrations
-            (joined lists of batches) averages the distances over sets.
-        layer: The layer to report, negative from the end. By default the record's
-            ``default_layer``, at two thirds of the depth.
+        distances: The record of ``AnchorDistances``, which averages over sets of demonstrations.
+        layer: The layer to report, negative from the end; by default at two thirds of the depth.
 
     Raises:
         MetricError: The record does not come from ``AnchorDistances``.
         HookError: There is no such layer.
 
     Examples:
-        >>> examples = al.load_examples("questions")
-        >>> other = al.sample_demonstrations(examples, seed=43)  # in another order
-        >>> batches = batches + al.build_prompts(model.tokenizer, task, other, examples[-14:])
         >>> results = al.run(model, batches, [al.AnchorDistances()], progress=False)
         >>> figure = al.diagnose(results["anchor_distances"]).plot()
     """
@@ -191,12 +175,8 @@ def permutation_test(
     actual: Float[Tensor, "class class"],
     orders: Int[Tensor, "order class"],
 ) -> tuple[Float[Tensor, " layer"], Float[Tensor, " layer"], Float[Tensor, " layer"]]:
-    """Correlation in each layer, and the p-values of a correlation as high, and of one as low.
-
-    They are the shares of class orders whose correlation is at least, or at most, that of the
-    identity, which is the first order.
-    """
-    first, second = _pairs_of(actual)
+    """Correlation in each layer for the first order, the shares of orders as high, and as low."""
+    first, second = torch.triu_indices(len(actual), len(actual), 1, device="cpu")
     # The distances are permuted, not the confusions: so every order leaves out the same pairs
     # without a confusion, and all orders are compared over the same confusions.
     pairs, of_pairs = (orders[:, first], orders[:, second]), actual[first, second]
@@ -220,9 +200,3 @@ def class_orders(n_classes: int) -> Int[Tensor, "order class"]:
         DRAWS, n_classes, generator=generator, dtype=torch.float32, device="cpu"
     ).argsort(1)
     return torch.cat([torch.arange(n_classes, device="cpu")[None], drawn])
-
-
-def _pairs_of(matrix: Float[Tensor, "class class"]) -> tuple[Tensor, Tensor]:
-    """First and second class of every pair."""
-    first, second = torch.triu_indices(len(matrix), len(matrix), 1, device="cpu")
-    return first, second

@@ -78,34 +78,28 @@ def trace_generation(
 ) -> GenerationTrace:
     """Let the model write after a prompt, and find where each written token comes from.
 
-    The model writes with its key-value cache, or without it where ``prepare_model`` found that it
-    continues from none. Then one pass over the whole text, with the written tokens given, computes
-    the flows. In both, each written token must have the same probability up to rounding: otherwise
-    the flows would be those of another model than the one that wrote.
+    The model writes with its key-value cache, if it continues from one. Then one pass over the
+    whole text computes the flows. In both, each written token must have the same probability up to
+    rounding: otherwise the flows would be of another model than the one that wrote.
 
     Args:
         model: A hooked model with its tokenizer.
-        prompt: A text, or pieces of text with the names of their segments, as in
-            ``build_segments``. A text is the segment ``prompt``.
+        prompt: A text (the segment ``prompt``), or named pieces as in ``build_segments``.
         max_new_tokens: Most tokens that are written; it stops before the end-of-text token.
-        seed: Seed where ``options`` ask for sampling; the global random state is as before.
+        seed: Seed of sampling, if ``options`` ask for it; the global random state is as before.
         hooks: Hooks that act while the model writes, and in the pass over the whole text: a
-            function of the batch with the prompt, or a list. For those of edges see
-            ``block_edges``; those that replace or reweight act in whole prompts alone.
+            function of the batch with the prompt, or a list; none that replace or reweight.
         weight: See ``step_flows``.
         chunk: See ``step_flows``.
-        **options: For the model's ``generate``, such as ``do_sample=True, temperature=0.7``; the
-            likeliest token is written by default.
+        **options: For the model's ``generate``, such as ``do_sample=True, temperature=0.7``.
 
     Raises:
-        PromptError: A segment is called ``answer``, the prompt and the answer do not fit the model,
-            the model has no tokenizer, it ends the text at once, or ``generate`` has no such
-            option.
-        HookError: ``hooks`` are of other prompts, have no point in the model, or replace or
-            reweight something.
+        PromptError: A segment is called ``answer``, prompt and answer do not fit the model, it has
+            no tokenizer or ends the text at once, or ``generate`` has no such option.
+        HookError: ``hooks`` are of other prompts, have no point, or replace or reweight something.
         MetricError: ``weight`` or ``chunk`` is wrong; see ``step_flows``.
-        ModelError: The value biases of the model are folded, its logits are not finite, or the pass
-            over the whole text gives the written tokens another probability.
+        ModelError: Value biases are folded, logits are not finite, or the pass over the whole text
+            gives written tokens another probability.
 
     Examples:
         >>> pieces = [("document", "The museum opens at ten. "), ("question", "When? At")]
@@ -134,13 +128,12 @@ def trace_generation(
     check_options(model, prompt_batch, weight, chunk)
     if ANSWER in prompt_batch.segment_names:
         raise PromptError(
-            f"a piece of the prompt is called {ANSWER!r}, as the text that the model writes; "
-            "choose another name"
+            f"a piece of the prompt is called {ANSWER!r}, which the model writes; rename it"
         )
     length = prompt_batch.tokens.shape[1]
     if length + max_new_tokens > model.cfg.n_ctx:
         raise PromptError(
-            f"the prompt has {length} tokens and the model's context {model.cfg.n_ctx}, so that "
+            f"the prompt has {length} tokens and the model's context {model.cfg.n_ctx}: "
             f"max_new_tokens={max_new_tokens} does not fit; use a shorter prompt or fewer tokens"
         )
     check_fits(model, prompt_batch)
@@ -151,8 +144,7 @@ def trace_generation(
     names, count = [*prompt_batch.segment_names, ANSWER], tokens.shape[1] - length
     if not count:
         raise PromptError(
-            "the model ends the text at once, so that there is nothing to trace; let the prompt "
-            "end where a text goes on, or pass stop_at_eos=False"
+            "the model ends the text at once; pass another prompt, or stop_at_eos=False"
         )
     batch = PromptBatch.from_segments(
         tokens,
@@ -175,9 +167,8 @@ def _acting(
     acting = of_batch(batch)
     if wrong := [point for point, act in acting if isinstance(act, WholeHook)]:
         raise HookError(
-            f"a hook at {wrong[0]} replaces or reweights something at positions of whole prompts, "
-            "and cannot act while the model writes; give hooks that cut or scale edges or detach "
-            "heads, or a function (tensor, hook) of your own"
+            f"a hook at {wrong[0]} replaces or reweights in whole prompts, and cannot act while "
+            "the model writes; give hooks that cut or scale edges or detach heads, or functions"
         )
     return acting
 
@@ -238,6 +229,6 @@ def _refuse_another_text(
         raise ModelError(
             f"the model wrote token {step + 1} of the answer with the probability {written:.3g}, "
             f"but in one pass over the whole text the token has {whole:.3g}. Its key-value cache "
-            "changes what it writes, so that the flows would explain another text; pass "
-            "use_past_kv_cache=False, and remove hooks that act on whole prompts"
+            "changes what it writes; pass use_past_kv_cache=False, and remove hooks that act on "
+            "whole prompts"
         )

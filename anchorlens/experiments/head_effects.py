@@ -56,15 +56,12 @@ class HeadEffectsRecord(Record):
 
     Attributes:
         effect: Mean change of the log-odds of the right answer, in nats, any number. Above 0 for a
-            writer: what the head gives out after true labels makes the right answer likelier. Below
-            0 for a canceller: it makes the right answer less likely.
-        probability_effect: The same in the probability of the right answer, from -1 to 1 (the
-            source's indirect effect).
+            writer, whose output after true labels makes it likelier; below 0 for a canceller.
+        probability_effect: The same in probability, from -1 to 1 (the source's indirect effect).
         effect_of_prompts: ``effect`` in each prompt.
         log_odds: Log-odds of the right answer in each prompt with shuffled labels, unchanged.
-        outputs: Mean output of each head at the target, before W_O. What head h of layer l adds to
-            the output of the attention is ``outputs[l, h] @ model.blocks[l].attn.W_O[h]``. Where
-            layers have heads of several widths, zeros follow the numbers of narrow heads.
+        outputs: Mean output of each head at the target, before W_O: head h of layer l adds
+            ``outputs[l, h] @ model.blocks[l].attn.W_O[h]``. Zeros pad narrow heads.
     """
 
     effect: Float[Tensor, "layer head"] = mean(_effects, unit="nats")
@@ -76,10 +73,9 @@ class HeadEffectsRecord(Record):
     outputs: Float[Tensor, "layer head d_head"] = table()
 
     caption: ClassVar[str] = (
-        "What each head adds to the right answer: its mean output at the target over prompts of "
-        "the task, written into prompts whose demonstrations have shuffled labels. Change of the "
-        "log-odds of the right answer, in nats: above 0 the head writes the answer, below 0 it "
-        "cancels it. The largest of many heads are partly largest by chance."
+        "What each head adds to the right answer: its mean output at the target, written into "
+        "prompts whose demonstrations have shuffled labels. Change of log-odds in nats: above 0 "
+        "the head writes the answer, below 0 it cancels it. The largest of many are partly chance."
     )
 
     def plot(self) -> go.Figure:
@@ -93,8 +89,7 @@ class HeadEffectsRecord(Record):
     def largest(self, count: int = 10) -> pd.DataFrame:
         """The ``count`` heads with the largest effects of each sign, or as many as have it.
 
-        Writers come first, then cancellers, each from the largest on; ``low`` and ``high`` are the
-        interval of ``effect``, if there is one.
+        Writers come first, each sign from the largest on; ``low`` and ``high`` are the interval.
 
         Raises:
             MetricError: ``count`` is below 1.
@@ -132,29 +127,25 @@ def head_effects(
     \log \frac{p_{\ell h}}{1 - p_{\ell h}} - \log \frac{p}{1 - p} .
     $$
 
-    p is over the whole vocabulary, of the first token of the label word of the true class (its
-    first word, if it has several). Log-odds, as in ``Faithfulness``, because p moves little
-    near 0 and 1, whatever is added to a logit there.
+    p is over the whole vocabulary, of the first token of the (first) label word of the true class.
+    Log-odds, because p moves little near 0 and 1.
 
     Range:
         Any number of nats; ``probability_effect`` -1 to 1.
 
     How to read:
-        The shuffled labels tell nothing about the answer, so that what is written in must. A few
-        heads with large effects: the answer is carried by them. Cut these (``replace_heads``), and
-        as many random heads, and compare.
+        Shuffled labels tell nothing about the answer, so that what is written in must. If a few
+        heads have large effects, cut these (``replace_heads``), and as many random heads.
 
     Pitfalls:
         The largest of many effects are too large by chance: test them on other prompts. A head may
-        make all label words likelier, and so the right one: look at the accuracy too. The effect of
-        several heads is not the sum of their effects. Means over several classes of queries hold
-        what is common to them, not the single answer. Intervals are for other prompts with shuffled
-        labels, with these mean outputs.
+        make all label words likelier, and so the right one: look at the accuracy too. Effects of
+        heads do not add up. Means over classes of queries hold what is common to them, not the
+        single answer. Intervals are for these mean outputs.
 
     Cost:
-        Layers times heads passes over each batch with shuffled labels. Each starts at the layer of
-        the head, where that gives the same logits, and after the tokens that the prompts of a set
-        share. One pass over each batch of the mean.
+        Layers times heads passes over each batch with shuffled labels, from the head's layer and
+        after shared tokens where that gives the same logits. One pass over each batch of the mean.
 
     Source:
         Todd et al., *Function Vectors in Large Language Models* (ICLR 2024,
@@ -165,15 +156,14 @@ def head_effects(
 
     Args:
         batches: Prompts of the task over which outputs are averaged, with other queries.
-        shuffled: Prompts from ``build_prompts`` whose demonstrations have labels in a random order:
-            ``al.relabeling.relabel(demos, task, al.relabeling.random(seed))``, and queries with
-            true labels.
+        shuffled: Prompts from ``build_prompts`` whose demonstrations have labels in a random order
+            (``al.relabeling.random``), and queries with true labels.
         folder: It gets the folders ``outputs`` and ``effects``.
 
     Raises:
         MetricError: The queries of ``shuffled`` have no true labels.
-        ModelError: The attention hooks do not act, value biases are folded, or the outputs of
-            single heads are not known (JetMoe; BitNet, whose norm mixes heads).
+        ModelError: The attention hooks do not act, value biases are folded, or outputs of single
+            heads are not known (JetMoe, BitNet).
         PromptError: The prompts do not fit the model, or have no label words.
 
     Warns:
@@ -184,8 +174,7 @@ def head_effects(
         >>> queries = al.load_examples("questions")[:3]
         >>> shuffled = al.build_prompts(model.tokenizer, *mixed, queries)
         >>> record = al.head_effects(model, batches, shuffled, resamples=0, progress=False)
-        >>> writers = record.largest(3).query("sign > 0")[["layer", "head"]].values.tolist()
-        >>> cut = al.replace_heads(model, batch, 0.0, al.Site.of_heads(writers))
+        >>> writers = record.largest(3).query("sign > 0")[["layer", "head"]]
     """
     ensure_prepared(model)
     refuse_folded_value_biases(model)
@@ -219,7 +208,6 @@ class HeadEffects(Question):
     record: ClassVar = HeadEffectsRecord
 
     def further(self, model: HookedModel, batches: Sequence[PromptBatch]) -> Further:
-        """A pass for each head, which begins in its layer."""
         layers = attention_layers(model)
         return Further([partial(self._replaced, model, layers[0], 0)], layers)
 
@@ -229,7 +217,6 @@ class HeadEffects(Question):
         return replace_heads(model, batch, self.outputs, Site(layer, head))
 
     def of_batch(self, passes: Passes, batch: PromptBatch) -> dict[str, Tensor]:
-        """The log-odds of the right answer, clean and with each head replaced."""
         answers = batch.label_token_ids[batch.gold].tolist()
         layers, heads = attention_layers(passes.model), self.outputs.shape[1]
         clean = log_odds_of(passes.clean(batch), answers).cpu()
@@ -246,11 +233,9 @@ class HeadEffects(Question):
         return {"clean": clean, "replaced": replaced}
 
     def once(self, passes: Passes, contributions: Mapping[str, Tensor]) -> Mapping[str, Any]:
-        """The mean outputs, and the layers in which passes do not begin."""
         reasons = passes.why_not_late(attention_layers(passes.model))
         not_late = {f"layer {layer}": why for layer, why in reasons.items()}
         return {"info": {"prompts_of_mean": self.prompts_of_mean, "not_started_late": not_late}}
 
     def result(self, contributions: Contributions) -> HeadEffectsRecord:
-        """The effects, beside the mean outputs."""
         return HeadEffectsRecord.of(contributions, outputs=self.outputs)

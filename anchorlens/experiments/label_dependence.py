@@ -40,12 +40,11 @@ class LabelDependenceRecord(Record):
 
     Attributes:
         truth: Share of queries whose prediction is the true class, from 0 to 1.
-        prior: Share whose prediction is that of the query alone, from 0 to 1; high where
-            demonstrations change little.
+        prior: Share whose prediction is that of the query alone, from 0 to 1; high: little changes.
         prompt: Share whose prediction is the class that demonstrations give to the true class, from
-            0 to 1; high where the model follows them. Queries without such a class do not count.
+            0 to 1; high: the model follows them. Queries without one do not count.
         override: Share that follows them against the query alone, from 0 to 1, of the queries whose
-            class has another one in the demonstrations. NaN where there are none.
+            class has another one there. NaN where there are none.
         change: ``truth`` minus that of the first relabeling, paired by query, from -1 to 1.
         correct: 1 for each query whose prediction is the true class, else 0.
     """
@@ -59,8 +58,8 @@ class LabelDependenceRecord(Record):
 
     caption: ClassVar[str] = (
         "Share of predictions that are the true class (truth), that of the query alone (prior), or "
-        "the class that the demonstrations give to the true class (prompt; override: where this is "
-        "another class, and not that of the query alone)."
+        "the class that demonstrations give to the true one (prompt; override: another one, not "
+        "that of the prior)."
     )
     names_in_info: ClassVar[Mapping[str, str]] = {"relabeling": "relabelings"}
 
@@ -95,8 +94,8 @@ def label_dependence(
     r"""Do predictions follow the truth, the model's prior, or the labels of the prompt?
 
     For a query of the class g, y is the prediction after relabeled demonstrations, z that of the
-    query alone with the words of the task, and f(g) the one class that all demonstrations of the
-    class g now have. If they have several, prompt and override leave the query out.
+    query alone, and f(g) the class that all demonstrations of g now have. If they have several,
+    prompt and override leave the query out.
 
     $$
     \text{truth} = P(y = g) \quad \text{prior} = P(y = z) \quad \text{prompt} = P(y = f(g)) \quad
@@ -109,15 +108,14 @@ def label_dependence(
     How to read:
         With flipped labels, a model that learns from its prompt has a high prompt and override, one
         that knows the answers a high truth, and one that ignores its prompt a high prior. With
-        symbols, truth above chance can only come from the demonstrations.
+        symbols, only demonstrations can raise truth above chance.
 
     Pitfalls:
-        An answer counts for all that it agrees with. With one demonstration of each class, random
-        labels give each class one class too. Give several seeds: one order may be close to gold.
+        Answers count for all that they agree with. Random labels need several seeds: one may be
+        near gold.
 
     Source:
-        Relabelings as in Min et al. (EMNLP 2022) and Wei et al. (2023). The formulas are ours;
-        "override" has others elsewhere.
+        Relabelings as in Min et al. (EMNLP 2022) and Wei et al. (2023). The formulas are ours.
 
     Arguments and errors that are not named here are those of ``run``.
 
@@ -126,15 +124,12 @@ def label_dependence(
         task: Template and label words.
         demonstrations: With true labels: one set, or one set for each query.
         queries: Examples with true labels.
-        relabelings: Functions of ``al.relabeling`` by name, or your own. ``change`` compares with
-            the first, usually ``al.relabeling.gold``.
+        relabelings: Functions of ``al.relabeling`` by name, or your own; usually ``gold`` first.
         batch_size: The most prompts of a batch.
-        folder: It gets a folder for each relabeling and for queries alone; a call with more
-            relabelings goes on there, too.
+        folder: It gets one for each relabeling and for queries alone; more can be added later.
 
     Raises:
-        PromptError: There is no relabeling, one changes more than labels and words, or as
-            ``build_prompts``.
+        PromptError: No relabeling, one changes more than labels and words, or as ``build_prompts``.
         MetricError: Queries have no true labels. All this is raised before any pass.
 
     Examples:
@@ -164,7 +159,7 @@ def label_dependence(
         if len(other.labels) != len(task.labels) or _texts_of_sets(others) != _texts_of_sets(sets):
             raise PromptError(
                 f"the relabeling {name!r} must keep the number of classes, and the demonstrations "
-                "in their order, which tell what becomes of each class; change labels and words"
+                "in their order; change labels and words"
             )
         taught.append([_class_of(*each) for each in zip(queries, sets, others, strict=True)])
     studies: list[Study] = []

@@ -28,7 +28,7 @@ def warn_of_same_queries(read: Sequence[PromptBatch], written: Sequence[PromptBa
     if both and is_main():
         warn_user(
             f"{len(both)} queries are in both lists of prompts, so that their own answers are "
-            "among the states that are written into them; take the mean over other queries"
+            "written into them; take the mean over other queries"
         )
 
 
@@ -41,8 +41,8 @@ def positions_in(
     if len(counts) > 1 or counts[0] == 0 or count not in (None, counts[0]):
         raise MetricError(
             f"states are read and written at {count or 'as many'} positions in each prompt, but "
-            f"{name_of(function)} gives {', '.join(map(str, counts))} in {batch!r}; queries that "
-            "stand alone have a target, and no label words"
+            f"{name_of(function)} gives {', '.join(map(str, counts))} in {batch!r}; queries alone "
+            "have a target, no label words"
         )
     return chosen
 
@@ -55,10 +55,7 @@ def mean_states(
     split: Callable[[Tensor], Tensor] = lambda tensor: tensor,
     **options: Any,
 ) -> Float[Tensor, "layer anchor *axes"]:
-    """The mean in float64 of what a hook point gives out at positions of whole prompts.
-
-    ``options`` are the folder and the progress bar of ``run``.
-    """
+    """The mean in float64 of what a hook point gives out at positions of whole prompts."""
 
     def contributions_of(batch: PromptBatch) -> dict[str, Tensor]:
         rows, columns = positions_in(batch, positions).nonzero(as_tuple=True)

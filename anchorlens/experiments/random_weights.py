@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from ..errors import AnchorlensError, ModelError, RunError
-from ..metrics.question import Metric
+from ..metrics.question import Metric, Question
 from ..models.facts import take_over
 from ..models.hooked import HookedModel, device_of
 from ..models.kinds import original_of
@@ -45,10 +45,7 @@ def with_random_models(
     folder: Path | None = None,
     progress: bool = True,
 ) -> Results:
-    """The records with the numbers of models of random weights, or the reason why there are none.
-
-    ``asked`` True draws the weights of any model, None those of a small one, False none.
-    """
+    """The records with the numbers of random models (None: of small ones), or with the reason."""
     reason = "left out" if asked is False else _why_not(model, asked is True)
     found: list[Mapping[str, Record]] = []
     if not reason:
@@ -96,14 +93,13 @@ def _why_not(model: HookedModel, asked: bool) -> str:
     count = sum(parameter.numel() for parameter in original_of(model).parameters())
     if count > MOST_PARAMETERS and not asked:
         return (
-            f"left out: a second model of {count / 1e6:,.0f} million parameters takes memory and "
-            "time (random_weights=True draws it)"
+            f"left out: a second model of {count / 1e6:,.0f} million parameters "
+            "(random_weights=True draws it)"
         )
     return ""
 
 
 def _few(batches: Sequence[PromptBatch]) -> list[PromptBatch]:
-    """The first prompts."""
     few, missing = list[PromptBatch](), PROMPTS
     for batch in batches:
         if missing > 0:
@@ -119,14 +115,25 @@ def _records(
     seed: int,
     **options: Any,
 ) -> Mapping[str, Record]:
-    """The metrics of a model of the same architecture with weights of a seed."""
     drawn = _new_model(model, seed)
     with hidden_warnings():  # such a model may predict one class only: a metric has no number
         able, _ = possible(drawn, batches, metrics)
-        try:
-            return run(drawn, batches, able, **options)
-        except RunError as error:  # some metrics have no result; the others have
-            return error.results
+        return answered(drawn, batches, able, **options)
+
+
+def answered(
+    model: HookedModel,
+    batches: Sequence[PromptBatch],
+    questions: Sequence[Question],
+    **options: Any,
+) -> Results:
+    """The results of a run; of those questions that have one, with a warning, if some have none."""
+    try:
+        return run(model, batches, questions, **options)
+    except RunError as error:
+        if is_main():
+            warn_user(str(error))
+        return Results(error.results)
 
 
 @each_call_inside(gradient_mode, True)
@@ -149,8 +156,7 @@ def _new_model(model: Any, seed: int) -> HookedModel:
         now, before = getattr(drawn.cfg, size), getattr(model.cfg, size)
         if now != before:
             raise ModelError(
-                f"the configuration was changed after the model was loaded: its {size} is {now}, "
-                f"and that of the model {before}"
+                f"the configuration was changed after loading: its {size} was {before} and is {now}"
             )
     take_over(drawn, model)
     return drawn

@@ -37,10 +37,8 @@ class RetrievalHeadsRecord(Record):
     """How much the query reads the right documents by each head.
 
     Attributes:
-        score: Mean score of the right documents, from -1 to 1. High where the query reads them more
-            than the null query does.
-        raw: Mean attention from the query to the right documents, from 0 to 1, without a null query
-            and with all tokens.
+        score: Mean score of the right documents, from -1 to 1; high: more than a null query.
+        raw: Mean attention from the query to all tokens of right documents, from 0 to 1.
         found: Share of prompts in which a right document has the highest score, from 0 to 1.
     """
 
@@ -75,8 +73,8 @@ class RetrievalHeadsRecord(Record):
     ) -> EdgeSweep:
         """The question what is lost if the query cannot read documents by the best heads.
 
-        Ask it with ``al.run``, of other prompts than those of the scores. The control cuts the same
-        edges in as many random heads of the same layers.
+        Ask it of other prompts than those of the scores. The control cuts the same edges in as many
+        random heads of the same layers.
         """
         cut, where = partial(_to_documents, query), {f"top {top} heads": self.top(top)}
         options: dict[str, Any] = {"draws": draws, "seed": seed, "name": "retrieval_masking"}
@@ -106,38 +104,37 @@ def retrieval_heads(
     \qquad \text{score}(D) = \sum\limits_{j \in D, \; s_j > \mu - 2 \sigma} s_j ,
     $$
 
-    where mu and sigma are the mean and standard deviation (n - 1) of s over D. The head's score is
-    the mean over prompts of the sum over their right documents.
+    with mu and sigma the mean and standard deviation (n - 1) of s over D. The head's score is the
+    mean over prompts of the sum over their right documents.
 
     Range:
         Scores -1 to 1, ``raw`` and ``found`` 0 to 1.
 
     How to read:
-        A head with a high score and a high ``found`` looks for what the query asks. ``raw`` is also
-        high where a head always reads this place. ``record.masking()`` asks what the model loses
-        without the best heads.
+        A head with a high score and ``found`` looks for what the query asks; ``raw`` is also high
+        where a head always reads there. ``record.masking()`` asks what is lost without them.
 
     Pitfalls:
         The best of many heads are partly best by chance: test them on other prompts.
 
     Source:
         Zhang et al., *Query-Focused Retrieval Heads Improve Long-Context Reasoning and Re-ranking*
-        (2025, [arXiv 2506.09944](https://arxiv.org/abs/2506.09944)) and its code. There a document
-        of one token has the score 0; here the token counts. ``found`` and the masking are ours.
+        (2025, [arXiv 2506.09944](https://arxiv.org/abs/2506.09944)) and its code, where a document
+        of one token has the score 0. ``found`` and the masking are ours.
 
     Arguments and errors that are not named here are those of ``run``.
 
     Args:
-        batches: Prompts of ``build_segments``, in which all named segments but the query are
-            documents; or of ``build_prompts``, in which each demonstration is one.
+        batches: Prompts of ``build_segments``, whose named segments but the query are documents, or
+            of ``build_prompts``, whose demonstrations are.
         null: The same prompts in the same order with another query, such as "N/A".
-        right: For each prompt the name of its right document, or several. By default, in prompts of
-            a task, the demonstrations of the query's class.
+        right: For each prompt the name of its right document, or several; by default the
+            demonstrations of the query's class.
         query: The segment with which the query begins, in prompts of segments.
 
     Raises:
-        PromptError: ``null`` has other documents or not as many prompts, a prompt has no query, no
-            right or no other document, or a document stands after the query.
+        PromptError: ``null`` has other documents or prompts, or a prompt has no query, right or
+            other document, or one after the query.
         MetricError: Queries have no true labels. All this is raised before any pass.
 
     Examples:
@@ -152,8 +149,8 @@ def retrieval_heads(
     names = [None] * len(prompts) if right is None else right
     if not len(prompts) == len(nulls) == len(names):
         raise PromptError(
-            f"each of {len(prompts)} prompts needs one in null, and an entry in right if it is "
-            f"given; got {len(nulls)} and {len(names)}"
+            f"each of {len(prompts)} prompts needs one in null, and in right if given; got "
+            f"{len(nulls)} and {len(names)}"
         )
     each_one = enumerate(zip(prompts, nulls, names, strict=True))
     rights = [_right(query, *each, f"prompt {k}") for k, each in each_one]

@@ -39,13 +39,12 @@ def saliency(
     """Saliency of every edge in every layer, to study a few prompts.
 
     ``I_l = | sum_h A_hl * dL/dA_hl |`` (equation 1): how much the loss depends, to first order, on
-    the attention from query to key. In nats, from 0 up, no upper bound; high means significant. The
-    result is on the CPU; its memory grows with layers (times heads) times positions squared.
+    the attention from query to key. In nats, from 0 up; high: significant. The result is on the
+    CPU, of layers (times heads) times positions squared.
 
-    With ``weight=al.weights.signed, per_head=True`` it is ``A_hl * dL/dA_hl``, the first-order
-    change of the loss, with the opposite sign, if the attention of a head from query to key became
-    zero: below 0 means that this attention lowers the loss, so that it helps the answer. Where a
-    norm follows the attention, see ``al.weights.signed``.
+    With ``weight=al.weights.signed, per_head=True`` it is ``A_hl * dL/dA_hl``: below 0 the
+    attention of a head from query to key lowers the loss, to first order, so that it helps the
+    answer. Where a norm follows the attention, see ``al.weights.signed``.
 
     Args:
         loss: Function of (logits, batch) that returns a number for each prompt.
@@ -54,8 +53,7 @@ def saliency(
         gradient_checkpointing: For long prompts; see ``run``.
 
     Raises:
-        MetricError: The loss needs true labels and there are none, or the weight needs values or
-            gives no number for each edge.
+        MetricError: There are no true labels, or the weight needs values or does not fit.
         PromptError: The prompts do not fit the model.
         ModelError: The attention hooks do not act, or value biases are folded.
 

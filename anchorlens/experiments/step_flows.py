@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import plotly.graph_objects as go
 import torch
@@ -33,20 +33,16 @@ class StepFlowsRecord(Record):
     """Flows for each token of a segment, the steps, each with its own loss.
 
     Attributes:
-        loss: Cross entropy of each step given all tokens before it, in nats; low where the model
-            expects the token.
+        loss: Cross entropy of each step given all before it, in nats; low: the token is expected.
         read: Mean weight of the edges from the position that predicts a step to the earlier tokens
-            of each segment. High: the prediction depends on what is read there directly. NaN where
-            the segment has no earlier token.
-        total: Sum of the weight of all edges between two segments, with the loss of one step. What
-            is read through other tokens is in it. Edges of later positions are exactly 0.
+            of each segment. High: the prediction depends on what it reads there. NaN for none.
+        total: Sum of the weight of all edges between two segments, with the loss of one step: also
+            what is read through other tokens. Edges of later positions are exactly 0.
         output_saliency: Mean saliency of the edges from the position that predicts a step to the
             earlier steps, where the map of a layer ``sum_h |A dL/dA|`` is divided by its l2 norm
-            (Zhang et al., 2026: its text, from which its published code differs). Low: the
-            prediction depends little on what was written before.
-            NaN for the first two steps, which have no earlier step but that of the position itself.
-        read_of_tokens: Weight of the edge from the position that predicts a step to each earlier
-            token, of which ``read`` is the mean; 0 from that position on.
+            (Zhang et al., 2026: its text, not its published code). Low: the prediction depends
+            little on what was written before. NaN for the first two steps.
+        read_of_tokens: Weight of the edge to each earlier token, whose mean is ``read``.
         positions: Position of the token of each step; the one before it predicts it.
         segment_of_tokens: Segment of each token, or -1 for none.
     """
@@ -61,7 +57,7 @@ class StepFlowsRecord(Record):
 
     caption: ClassVar[str] = (
         "What the position that predicts each token reads from each segment, mean over layers of "
-        "its share in the layer."
+        "its share."
     )
 
     @checked
@@ -75,7 +71,7 @@ class StepFlowsRecord(Record):
     def plot(self) -> go.Figure:
         """What each step reads from each segment, as its share in a layer, mean over layers.
 
-        A weight with a sign keeps it: the sizes of the shares of a layer sum to 1.
+        Signs are kept: the sizes of the shares of a layer sum to 1.
         """
         shares = self.read / self.read.abs().nansum(-1, keepdim=True)
         steps = self.axis_names("step") or [str(step) for step in range(len(self.loss))]
@@ -122,9 +118,8 @@ def step_flows(
         chunk: How many steps go backward at the same time: more need more memory.
 
     Raises:
-        PromptError: The batch has several prompts, does not fit the model, or has no such segment.
-        MetricError: The segment has no token that follows another, or ``segments`` or ``weight``
-            do not fit; see ``SegmentFlows``.
+        PromptError: There are several prompts, no such segment, or they do not fit the model.
+        MetricError: The segment has no token that follows another, or an option does not fit.
         ModelError: The value biases of the model are folded, or its logits are not finite.
 
     Examples:
@@ -135,9 +130,7 @@ def step_flows(
     refuse_values(weight, "al.step_flows")
     ensure_prepared(model)
     if len(batch) != 1:
-        raise PromptError(
-            f"step flows are of one prompt, such as batches[0].prompt(0); got {batch!r}"
-        )
+        raise PromptError(f"step flows are of one prompt, as batches[0].prompt(0); got {batch!r}")
     check_prompts(batch)
     prompt = batch.prompts(0, 1)
     check_options(model, prompt, weight, chunk)
@@ -157,12 +150,10 @@ def step_flows(
 
     losses, route = step_gradients(model, prompt, positions, add, chunk=chunk)
     tokenizer, ids = getattr(model, "tokenizer", None), prompt.tokens[0].tolist()
+    numbers: dict[str, Any] = {name: _stacked_steps(of_steps, name) for name in of_steps[0, 0]}
     return StepFlowsRecord(
         loss=losses,
-        read=_stacked_steps(of_steps, "read"),
-        total=_stacked_steps(of_steps, "total"),
-        output_saliency=_stacked_steps(of_steps, "output_saliency"),
-        read_of_tokens=_stacked_steps(of_steps, "read_of_tokens"),
+        **numbers,
         positions=torch.tensor(columns, device="cpu") + 1,
         segment_of_tokens=torch.where(parts.any(0), parts.long().argmax(0), PADDING),
         info={
@@ -216,7 +207,6 @@ def _numbers_of_step(
 def _stacked_steps(
     of_steps: Mapping[tuple[int, int], Mapping[str, Tensor]], name: str
 ) -> Float[Tensor, "step layer ..."]:
-    """A number of all steps and layers, on the CPU."""
     steps, layers = (1 + max(index) for index in zip(*of_steps, strict=True))
     of_step = [[of_steps[step, layer][name] for layer in range(layers)] for step in range(steps)]
     return torch.stack([torch.stack(on_one_device(values)) for values in of_step]).cpu()

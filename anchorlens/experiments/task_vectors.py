@@ -47,11 +47,10 @@ class TaskVectorsRecord(Record):
     Attributes:
         vectors: Mean residual stream after each layer, at the target or at each label word.
         accuracy: Share of prompts whose predicted label is true with the vector of a layer, from 0
-            to 1. High means that this state carries the task at this depth.
+            to 1; high: this state carries the task.
         unchanged: The same where nothing is written: zero-shot, for queries alone.
         demonstrations: The same after the demonstrations, which the vector replaces.
-        gain: ``accuracy`` minus ``unchanged``, paired by prompt, from -1 to 1; above 0 where the
-            vector helps.
+        gain: ``accuracy`` minus ``unchanged``, paired by prompt, from -1 to 1; above 0 it helps.
         correct: 1 for each prompt whose predicted label is true with the vector, else 0.
     """
 
@@ -63,9 +62,9 @@ class TaskVectorsRecord(Record):
     correct: Float[Tensor, "prompt layer"] = of_prompts("correct")
 
     caption: ClassVar[str] = (
-        "Share of queries whose predicted label is true, with the state after one layer taken from "
-        "prompts with demonstrations. Dashed: with nothing written, and after the demonstrations. "
-        "Where the line reaches that of the demonstrations, this state carries the task."
+        "Share of queries whose predicted label is true, with the state after one layer of prompts "
+        "with demonstrations. Dashed: nothing written, and after the demonstrations. Where the "
+        "lines meet, this state carries the task."
     )
 
     def plot(self) -> go.Figure:
@@ -103,8 +102,7 @@ class TaskVectorsRecord(Record):
         expected = (model.cfg.n_layers, model.cfg.d_model)
         if (self.vectors.shape[0], self.vectors.shape[2]) != expected:
             raise HookError(
-                f"vectors of this model are of (layer, d_model) = {expected}; got "
-                f"{described(self.vectors)}, which are those of another model"
+                f"vectors must have (layer, d_model) = {expected}; got {described(self.vectors)}"
             )
         chosen = positions_in(batch, positions, self.vectors.shape[1])
         return write_states(batch, chosen, self.vectors, number)
@@ -125,31 +123,28 @@ def task_vectors(
 ) -> TaskVectorsRecord:
     r"""At which depth one state carries the task: accuracy with the task vector of each layer.
 
-    The task vector of a layer l is the mean, over prompts with demonstrations and other queries, of
-    the residual stream h after the layer at the target q,
+    The task vector of layer l is the mean, over prompts with demonstrations and other queries, of
+    the residual stream h after it at the target q,
 
     $$
     \theta_\ell = \underset{\text{prompts}}{\text{mean}} \; h_\ell(q) .
     $$
 
-    It replaces h at the target of a query that stands alone, and nothing else is changed.
-    ``accuracy[l]`` is the share of queries whose true label is then predicted.
+    It replaces h at the target of a query that stands alone, and nothing else.
 
     Range:
         0 to 1; gain -1 to 1.
 
     How to read:
         At the target, the vector works from the layer on in which the target has read the task, and
-        as long as later layers still read the query. In the last layers it holds the answer to
-        another query, and accuracy falls to chance. At label words (``into``), accuracy begins at
-        that of the demonstrations, and falls to that of shuffled labels from the layer on in which
-        the target has read the label words already.
+        as long as later layers still read the query; in the last layers it holds the answer to
+        another query. At label words (``into``), accuracy begins at that of the demonstrations, and
+        falls to that of shuffled labels where the target has read the label words.
 
     Pitfalls:
-        The best of all layers is partly best by chance: choose it on other prompts than those that
-        you report. The mean over several queries mixes their answers, and a single query leaves its
-        own in the vector. Vectors of label words of several sets mix the classes of their k-th
-        label words: use one set.
+        The best of all layers is partly best by chance: choose it on other prompts. The mean over
+        several queries mixes their answers, and a single query leaves its own. Vectors of label
+        words of several sets mix classes: use one set.
 
     Cost:
         One pass over each batch of the mean and of ``tested``, and for each layer one over the
@@ -164,20 +159,16 @@ def task_vectors(
 
     Args:
         batches: Prompts with demonstrations and other queries, from which vectors are read.
-        tested: Prompts from ``build_prompts`` with the queries that are answered. Their own
-            demonstrations are for comparison only.
-        into: Where vectors are written: prompts with the queries of ``tested`` in the same order,
-            such as after demonstrations with shuffled labels. None: the queries alone, after BOS
-            if the tokenizer adds one.
-        positions: Function of the batch to what is read and written, as many positions in each
-            prompt: ``al.edges.target``, or with ``into`` also label words, ``al.edges.anchors``.
+        tested: Prompts from ``build_prompts`` with the queries; demonstrations are for comparison.
+        into: Where vectors are written: prompts with the same queries in order, such as after
+            demonstrations with shuffled labels. None: the queries alone, after a BOS.
+        positions: What is read and written, as many positions in each prompt: ``al.edges.target``,
+            or with ``into`` also label words, ``al.edges.anchors``.
         folder: It gets the folders ``vectors``, ``demonstrations`` and ``written``.
 
     Raises:
-        MetricError: Queries have no true labels, or ``positions`` gives not as many positions in
-            each prompt, as label words in queries alone. It is raised before any pass.
-        PromptError: The prompts do not fit the model, have no label words, or ``into`` has other
-            queries than ``tested``.
+        MetricError: Queries have no true labels, or ``positions`` are not as many in each prompt.
+        PromptError: Prompts do not fit the model, lack label words, or ``into`` has other queries.
 
     Warns:
         UserWarning: A query is in ``batches`` and in ``tested``.
@@ -189,13 +180,6 @@ def task_vectors(
         >>> alone = al.contexts.NoContext().query_pass(model, batch).batch  # the query alone
         >>> hooks = vectors.hooks(model, alone, layer=1)
         >>> logits = model.run_with_hooks(alone.tokens.to(model.cfg.device), fwd_hooks=hooks)
-
-        Label words after shuffled labels are replaced by those after true labels.
-
-        >>> mixed = al.relabeling.relabel(demos, task, al.relabeling.random(seed=0))
-        >>> shuffled = al.build_prompts(model.tokenizer, *mixed, queries)
-        >>> at_labels = al.task_vectors(model, batches, tested, into=shuffled,
-        ...     positions=al.edges.anchors, resamples=0, progress=False)
     """
     ensure_prepared(model)
     names = ("vectors", "demonstrations", "written")

@@ -77,46 +77,38 @@ def _of_best_draw(name: str, of_set: Contributions) -> Float[Tensor, ""]:
 class ContextsRecord(Record):
     """What several contexts give and cost, on the same queries; ``info["contexts"]`` names them.
 
-    Random controls are those that were given, and those that were drawn: by default contexts of
-    random words in place of the label words (``info["control"]``). Without any, numbers of theirs
-    are NaN or empty.
+    Random controls are given or drawn (``info["control"]``); without any, theirs are NaN or empty.
 
     Attributes:
         accuracy: Share of queries whose predicted label is true, from 0 to 1; high is good.
         whole_accuracy: Accuracy of whole prompts, that is of the demonstrations.
-        gain_over_first: Accuracy minus that of the first context, paired by query, from -1 to 1;
-            above 0 means better than the first context.
-        gain_over_demonstrations: Accuracy minus that of whole prompts, paired by query, from -1 to
-            1; below 0 means that the demonstrations do more.
-        gain_over_random: Accuracy minus the mean of the random controls, paired by query, from -1
-            to 1; above 0 means that it is these tokens that do it, and not that there are some.
+        gain_over_first: Accuracy minus that of the first context, paired by query, from -1 to 1.
+        gain_over_demonstrations: The same minus that of whole prompts; below 0 these do more.
+        gain_over_random: The same minus the mean of the random controls; above 0: it is these
+            tokens that do it, and not that there are some.
         label_loyalty: Share of queries whose predicted label is that of the whole prompt, from 0 to
-            1; high means that the context predicts as the demonstrations do.
-        word_loyalty: Mean Jaccard similarity of the top 5 next tokens to those of the whole prompt,
-            from 0 to 1; high as above.
-        kl: Mean KL(whole prompt || context) of the next token, in nats, from 0 up; low means
-            similar.
+            1; high: the context predicts as the demonstrations do.
+        word_loyalty: Mean Jaccard similarity of the top 5 next tokens to the whole prompt's.
+        kl: Mean KL(whole prompt || context) of the next token, in nats, from 0 up; low: similar.
         bytes_stored: Bytes of the stored keys and values, mean over sets of demonstrations.
-        seconds: Seconds a query takes after the context, which was made before; NaN where no time
-            was measured.
-        whole_seconds: Seconds a query takes where the whole prompt is run for it. Divided by
-            ``seconds`` it is the speed-up of the paper's Table 3.
-        stolen: Part of the target's attention that goes to the context, without BOS, as a mean over
-            layers and heads. It is from 0 to 1; where label words are re-weighted it can be more.
+        seconds: Seconds a query takes after the context, which was made before; NaN if not timed.
+        whole_seconds: The same with the whole prompt; over ``seconds`` it is Table 3's speed-up.
+        stolen: Part of the target's attention that goes to the context, without BOS, mean over
+            layers and heads, from 0 to 1; it can be more where label words are re-weighted.
         stolen_by_layer: The same in each layer, as a mean over heads.
         random_accuracy: Accuracy of each random control.
         random_label_loyalty: Label loyalty of each random control.
         random_word_loyalty: Word loyalty of each random control.
         random_kl: KL of each random control.
         top_accuracy: Accuracy of the control with the best label loyalty in each set (in all
-            prompts, where sets are pooled), chosen on the same prompts, as in the paper's Table 2.
+            prompts, where sets are pooled), chosen on the same prompts (Table 2).
         top_label_loyalty: Label loyalty of this control.
         top_word_loyalty: Word loyalty of this control.
-        label_gap: label_loyalty minus the mean of the controls, paired by query, from -1 to 1.
-            Above 0 means that the label words in particular carry what is needed.
+        label_gap: label_loyalty minus the mean of the controls, paired by query, from -1 to 1;
+            above 0: the label words in particular carry what is needed.
         word_gap: The same for word loyalty.
         correct: 1 for each query whose predicted label is true, else 0.
-        label_kept: 1 for each query whose predicted label is that of the whole prompt, else 0.
+        label_kept: The same for the predicted label of the whole prompt.
         word_overlap: Jaccard similarity of each query.
     """
 
@@ -154,13 +146,12 @@ class ContextsRecord(Record):
     word_overlap: Float[Tensor, "prompt context"] = of_prompts("word_overlap")
 
     caption: ClassVar[str] = (
-        "The same queries after each context. Loyalty: to the demonstrations, that is to the "
-        "answers from whole prompts, which have no point there. Stolen attention, in "
-        "the table: the part of the target's attention that goes to the context, without BOS, as a "
-        "mean over layers and heads. Random controls, if drawn, are as many random words in place "
-        "of the label words, or random tokens: a high point beside low ones of theirs says that "
-        "the chosen tokens in particular carry what is needed. In the paper (GPT2-XL) 79 % of the "
-        "labels stay with label words and format alone, and 49 % with random words."
+        "The same queries after each context. Loyalty: to the answers from whole prompts, which "
+        "have no point there. Stolen attention, in the table: the part of the target's attention "
+        "that goes to the context, without BOS, mean over layers and heads. Random controls, if "
+        "drawn, are as many random words or tokens: a high point beside low ones of theirs says "
+        "that the chosen tokens in particular carry what is needed. In the paper (GPT2-XL) 79 % of "
+        "the labels stay with label words and format alone, and 49 % with random words."
     )
     names_in_info: ClassVar[Mapping[str, str]] = {"context": "contexts"}
 
@@ -173,8 +164,8 @@ class ContextsRecord(Record):
         """The main numbers with intervals: a row for each context, then mean and best controls."""
 
         def texts(name: str) -> list[str]:
-            fixed = {k: value for k in range(len(self.accuracy)) if (value := self._known(name, k))}
-            return [fixed.get(k) or str(self.estimate(name, k)) for k in range(len(self.accuracy))]
+            contexts = range(len(self.accuracy))
+            return [self._known(name, k) or str(self.estimate(name, k)) for k in contexts]
 
         def texts_of_draws(name: str) -> list[str]:
             if f"random_{name}" not in self.axes() or f"top_{name}" not in self.axes():
@@ -271,51 +262,43 @@ class ContextComparison(Question):
 
     Each context answers in place of the demonstrations of the prompts. Accuracy is compared with
     the first context and with the whole prompt, paired by query; [loyalty][anchorlens.Loyalty] is
-    to the whole prompts. The times are those of the pass over the queries of one batch, of middle
-    length: the contexts and the whole prompts take turns, and each time is the median over
-    ``repeats``. The fair baseline of a time is a cached prefix, ``al.compress`` with
-    ``al.contexts.selection.everything``. Stolen attention is the part of the target's row that goes
-    to the keys P of the context, without BOS:
+    to the whole prompts. Times are of the pass over the queries of one batch, of middle length:
+    contexts and whole prompts take turns, and each time is the median over ``repeats``. Their fair
+    baseline is a cached prefix, ``al.compress`` with ``al.contexts.selection.everything``. Stolen
+    attention goes to the keys P of the context, without BOS:
 
     $$
     \frac{1}{L H} \sum\limits_{\ell, h} \, \sum\limits_{j \in P} A_{h\ell}(q, j)
     $$
 
-    The paper's Table 2 is this comparison for ``al.compress`` with 20 draws, and its Table 3 the
-    times.
+    The paper's Table 2 is this for ``al.compress`` with 20 draws, its Table 3 the times.
 
     Range:
         Accuracy, loyalties and stolen attention 0 to 1, gains and gaps -1 to 1, KL 0 or more.
 
     How to read:
-        High loyalties and a low KL mean that the context answers as the demonstrations do, right or
-        wrong. ``label_gap`` above 0: the label words in particular carry what is needed.
+        High loyalties and a low KL: the context answers as the demonstrations do, right or wrong.
 
     Pitfalls:
-        A context that was trained on the queries is refused. One random draw is no control. The
-        best of 20 random draws (``top_``) is chosen on the prompts on which it is measured, so it
-        is too good. Much stolen attention does not mean a good context.
+        One random draw is no control. The best of 20 (``top_``) is chosen on the prompts on which
+        it is measured, so it is too good. Much stolen attention does not mean a good context.
 
     Source:
         The comparison is ours. Compressed contexts are section 3.2, re-weighted ones section 3.1.
 
     Args:
         contexts: What stands before the queries, by name: a context, or a function of the model and
-            a batch to one, such as ``al.compress``. A function is called once for each set of
-            demonstrations. Accuracies are compared with that of the first.
-        draws: Number of random controls: compressed contexts that select random words or tokens (20
-            in the paper). By default there are none.
+            a batch to one, such as ``al.compress``, called once for each set of demonstrations.
+        draws: Number of random controls: compressed contexts of random words or tokens (paper: 20).
         seed: Number of the first draw.
-        control: For the number of a draw, which tokens this control selects; see ``compress``.
+        control: Function of the number of a draw to a selection; see ``compress``.
         positions: Positions of the tokens of a control; see ``compress``.
-        random: Random controls of your own, beside those that are drawn, such as those of
-            ``al.contexts.hard_prompts.random``.
-        repeats: Number of timed passes of each context, after one that is not timed; 0 for no
-            times. Each call measures them again.
+        random: Controls of your own beside these, as those of ``al.contexts.hard_prompts.random``.
+        repeats: Timed passes of each context in each call, after an untimed one; 0 for no times.
 
     Raises:
-        PromptError: ``contexts`` are none by name, one was trained on queries of the prompts or
-            does not fit them, or demonstrations are too short for a control.
+        PromptError: There are no ``contexts``, one was trained on these queries or does not fit
+            them, or demonstrations are too short for a control.
         ModelError: A context was made with another model.
         MetricError: The prompts have no true labels, or ``draws`` or ``repeats`` is below 0.
 
@@ -324,11 +307,6 @@ class ContextComparison(Question):
         >>> results = al.run(model, batches, [al.ContextComparison(contexts)], progress=False)
         >>> results["contexts"].table().index.to_list()
         ['none', 'anchors only']
-
-        How much of the demonstrations' answers stays, beside as many random words (Table 2).
-
-        >>> asked = al.ContextComparison({"anchors only": al.compress}, draws=3)
-        >>> record = al.run(model, batches, [asked], progress=False)["contexts"]
     """
 
     contexts: Mapping[str, Context | MakeContext]
@@ -454,15 +432,13 @@ class _Comparison(Question):
         return {"info": info, "seconds": seconds[1:], "whole_seconds": seconds[0]}
 
     def result(self, contributions: Contributions, **seconds: Tensor) -> ContextsRecord:
-        """The numbers of the contexts, beside their times."""
         return ContextsRecord.of(contributions, **seconds)
 
 
 def _check_contexts(contexts: Mapping[str, Context | MakeContext]) -> None:
     if not contexts:
         raise PromptError(
-            "contexts are given by name, {'none': al.contexts.NoContext(), 'anchors only': "
-            "al.compress}; got none"
+            "contexts are given by name, such as {'anchors only': al.compress}; got none"
         )
     for name, context in contexts.items():
         if not name.strip():
@@ -488,7 +464,7 @@ def _check_fits(
         if both := digests.intersection(info_of(context).get("queries_in_training", ())):
             raise PromptError(
                 f"{len(both)} of these queries were used to train or to choose it, so that its "
-                "accuracy would be too high; compare contexts on other queries"
+                "accuracy would be too high; compare on other queries"
             )
         for batch in batches:
             query_pass_of(context, model, batch)
@@ -503,7 +479,6 @@ def _make(
     given: Context | MakeContext,
     digests: set[int],
 ) -> Context:
-    """A context for the demonstrations of a batch."""
     if is_context(given):
         return given
     made: Any = given(model, batch)  # type: ignore[operator]

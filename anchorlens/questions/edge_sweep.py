@@ -59,26 +59,23 @@ _LOYALTIES = ("label", "word")
 class EdgeSweepRecord(Record):
     """Loyalty with edges cut at each site, and with as many random edges cut.
 
-    ``info["sites"]`` has of each site the layers, the heads (None: all), whether edges to BOS stay,
-    whether rows are renormalized, and how many layers its passes skipped or why none.
-    ``info["random_words"]`` of an isolation: how many words a draw takes, and of how many.
-    ``info["not_cut"]`` names what else carries tokens on, such as recurrent layers: then these are
-    numbers of the attention alone.
+    ``info["sites"]`` has each site's layers, heads (None: all), whether edges to BOS stay and rows
+    are renormalized, and how many layers its passes skipped or why none; ``info["random_words"]``
+    how many words a draw of an isolation takes, and of how many; ``info["not_cut"]`` what else
+    carries tokens on, such as recurrent layers: these are numbers of the attention alone.
 
     Attributes:
         label_loyalty: Share of prompts whose predicted label (without label words, the likeliest
-            token) is unchanged, from 0 to 1; high means that the cut changes little.
-        word_loyalty: Mean Jaccard similarity of the top 5 next tokens, from 0 to 1; high means
-            that the cut changes little.
-        kl: Mean KL(clean || cut) of the next token, in nats, ``sum p log(p / q)``, from 0 up; low
-            means that the cut changes little.
+            token) is unchanged, from 0 to 1; high: the cut changes little.
+        word_loyalty: Mean Jaccard similarity of the top 5 next tokens, from 0 to 1; high as above.
+        kl: Mean KL(clean || cut) of the next token, in nats, from 0 up; low: it changes little.
         random_label_loyalty: Label loyalty of each random draw.
         random_word_loyalty: Word loyalty of each random draw.
         random_kl: KL of each random draw.
         control_label_loyalty: Mean of random_label_loyalty over the draws.
         control_word_loyalty: Mean of random_word_loyalty over the draws.
-        label_gap: Mean label loyalty of the random draws minus that of the cut, paired by prompt,
-            from -1 to 1. High means that these edges in particular are needed in these layers.
+        label_gap: Label loyalty of the draws (mean) minus that of the cut, paired by prompt, from
+            -1 to 1. High: these edges in particular are needed in these layers.
         word_gap: The same for word loyalty.
         label_kept: 1 for each prompt whose label is unchanged, else 0.
         word_overlap: Jaccard similarity of each prompt.
@@ -106,13 +103,11 @@ class EdgeSweepRecord(Record):
     random_word_overlap: Float[Tensor, "prompt draw site"] = of_prompts("random_word_overlap")
 
     caption: ClassVar[str] = (
-        "Positions cannot read others along the edges that are cut, and isolated words cannot "
-        "collect information from the words before them. Label loyalty: share of predicted "
-        "labels that stay. Word loyalty: overlap (Jaccard) of the 5 likeliest next words. All of "
-        "it stays where the cut changes nothing. Random edges or words: as many, mean of the "
-        "draws. In the paper label words isolated in the first layers matter most. "
-        "Where the BOS edge is kept, label words still attend to BOS, which the paper's prompts do "
-        "not have."
+        "Nothing is read along edges that are cut, and isolated words collect nothing from the "
+        "words before them. Label loyalty: share of predicted labels that stay. Word loyalty: "
+        "overlap (Jaccard) of the 5 likeliest next words. Random edges or words: as many, mean of "
+        "the draws. In the paper label words isolated in the first layers matter most. Where the "
+        "BOS edge is kept, label words attend to BOS, which the paper lacks."
     )
     names_in_info: ClassVar[Mapping[str, str]] = {"site": "sites"}
 
@@ -159,68 +154,51 @@ class EdgeSweep(Question):
     \text{gap} = \frac{1}{D} \sum\limits_{d=1}^{D} \text{loyalty}(E_d) - \text{loyalty}(E) ,
     $$
 
-    as a mean over prompts. ``EdgeSweep.isolation`` is this experiment for the edges by which label
-    words collect.
+    as a mean over prompts. ``EdgeSweep.isolation`` cuts the edges by which label words collect.
 
     Range:
         Loyalties 0 to 1, KL 0 or more, gaps -1 to 1.
 
     How to read:
-        A low loyalty means that the model needs these edges in these layers, a gap above 0 that it
-        needs these edges in particular.
+        Low loyalty: the model needs edges in these layers; a gap above 0: these in particular.
 
     Pitfalls:
         With ``renormalize=True`` (the default) attention goes to the edges that remain, so a cut
-        also adds. Random edges have less attention than edges that a model reads much, so a gap may
-        say no more than that: compare sets with one another too. ``random_edges`` from any query
-        cut mostly inside the demonstrations, before the query.
+        also adds. Random edges have less attention than edges that are read much, and a gap may say
+        no more: compare sets with one another too. ``random_edges`` mostly lie before the query.
 
     Source:
-        Not in the paper. Cutting the context from a layer on is the method of Sia et al., *Where
-        does In-context Learning Happen in Large Language Models?* (NeurIPS 2024), here with a
-        random control.
+        Not in the paper. Sia et al., *Where does In-context Learning Happen in Large Language
+        Models?* (NeurIPS 2024) cut the context from a layer on, without a random control.
 
-    Passes begin with the output of the layers before the site in the clean run, where that gives
-    the same logits. Memory holds the keys and values of the demonstrations for every site and draw.
+    Passes begin at the site's first layer, where that gives the same logits. Memory holds the keys
+    and values of the demonstrations for every site and draw.
 
     Args:
         edges: Function of a batch to the edges to cut, as those of ``al.edges``.
         sites: Layers and heads to cut in, by name: from functions of ``al.sites``, or by hand, as
-            ``{"first 5": al.Site(range(5)), "head 3.1": al.Site(3, heads=1)}``; join them with
-            ``|``.
+            ``{"head 3.1": al.Site(3, heads=1)}``; join them with ``|``.
         control: Function (batch, edges, seed) to as many random edges, the same in all layers:
             ``al.edges.random_keys`` has other keys for the same queries, ``al.edges.random_edges``
             any other edges of the prompt, for sets that leave their queries too few other keys.
-            Neither draws edges of the set or edges to the first token. A draw depends on the seed,
-            the demonstrations and the edges alone. With ``al.sites.random_heads`` the same edges
-            are cut, in as many random heads of the same layers.
-        draws: Number of random controls. Use about 10: their loyalties vary widely.
+            Neither draws edges of the set or to the first token. ``al.sites.random_heads`` cuts the
+            same edges in as many random heads of the same layers.
+        draws: Number of random controls; use about 10, as their loyalties vary widely.
         seed: Number of the first draw.
 
     Raises:
-        HookError: A layer or head does not exist, there is no site, no prompt has an edge to cut, a
-            site has ``keep_bos`` for prompts without BOS, or the prompts have too few other edges
-            (or words) for the control. It is raised before any pass.
-        PromptError: ``edges`` or ``control`` gives something else than edges from tokens to earlier
-            tokens of the prompts.
-        ModelError: The attention hooks do not act, or value biases are folded and a site
-            acts after the softmax.
+        HookError: Before any pass: a layer or head does not exist, there is no site or no edge to
+            cut, a site has ``keep_bos`` for prompts without BOS, or too few edges for the control.
+        PromptError: ``edges`` or ``control`` gives no edges from tokens to earlier tokens.
+        ModelError: Hooks do not act, or a site acts after the softmax on folded value biases.
 
     Examples:
-        The target reads the token before each label word in windows of two layers.
-
-        >>> read = lambda batch: al.edges.between(
-        ...     al.edges.target(batch), al.edges.forerunners(batch))
-        >>> sweep = al.EdgeSweep(read, al.sites.windows(model, 2), draws=2)
-        >>> record = al.run(model, batches, [sweep], progress=False)["edge_sweep"]
-
         The query reads no demonstration from layer j on.
 
-        >>> context = lambda batch: al.edges.between(
+        >>> read = lambda batch: al.edges.between(
         ...     al.edges.query(batch), al.edges.demonstrations(batch))
-        >>> n = model.cfg.n_layers
-        >>> sites = {f"from layer {j}": al.Site(range(j, n)) for j in range(n)}
-        >>> sweep = al.EdgeSweep(context, sites, draws=1, control=al.edges.random_edges)
+        >>> sites = {f"from layer {j}": al.Site(range(j, 2)) for j in range(2)}  # of 2 layers
+        >>> sweep = al.EdgeSweep(read, sites, draws=1, control=al.edges.random_edges)
         >>> figure = al.run(model, batches, [sweep], progress=False)["edge_sweep"].plot()
     """
 
@@ -246,8 +224,8 @@ class EdgeSweep(Question):
     ) -> "EdgeSweep":
         r"""Isolate label words at many sites, and as many random words (section 2.2, Figure 4).
 
-        To isolate a label word is to cut its edges (p, i), i < p, in the heads of some layers: then
-        it collects nothing there. With s the scores before the softmax,
+        To isolate a label word is to cut its edges (p, i), i < p, in some layers: it collects
+        nothing there. With s the scores before the softmax,
 
         $$
         s_{h\ell}(p, i) \mapsto -\infty \quad \text{(before the softmax)}
@@ -255,29 +233,26 @@ class EdgeSweep(Question):
         A_{h\ell}(p, i) \mapsto 0 \quad \text{(after it)}, \qquad i < p .
         $$
 
-        Before the softmax (``renormalize=True``, the default and what the published code does) the
-        rest of the row still sums to 1: an isolated token attends only to itself, and to an
-        attention sink if the model has one. After it (the paper's equation) the row sums to less
-        than 1.
+        Before the softmax (``renormalize=True``, the default and the published code) an isolated
+        token attends only to itself, and to an attention sink if there is one. After it (the
+        paper's equation) the row sums to less than 1.
 
         The control isolates as many other positions of the demonstrations: no label words,
         instructions, BOS or first token; with ``whole_words=True`` as many as the label words have
-        tokens (see ``isolate_labels``). A draw depends only on the seed and the tokens of the
-        demonstrations, so it is the same in all layers, batches and processes.
+        tokens (see ``isolate_labels``). A draw depends only on the seed and the demonstrations.
 
         How to read:
-            A gap above 0 means that the model needs the label words in particular. The paper
-            expects a low loyalty if the first layers are cut, and one near 1 if the last are cut,
-            because by then label words have collected what they collect.
+            A gap above 0: the model needs the label words in particular. The paper expects a low
+            loyalty in the first layers, and one near 1 in the last, where they have collected.
 
         Pitfalls:
-            The paper's prompts have no BOS. If a prompt has one, attention often rests on it,
-            and cutting that single edge may do much of the damage: report ``keep_bos=True`` too.
+            The paper's prompts have no BOS. Attention often rests on one, and cutting that single
+            edge may do much of the damage: report ``keep_bos=True`` too.
 
         Examples:
-            >>> sites = al.sites.first_and_last(model, [1, 2]) | al.sites.single_heads(model, 0)
-            >>> asked = [al.Accuracy(), al.EdgeSweep.isolation(sites, draws=2)]
-            >>> figure = al.run(model, batches, asked, progress=False)["isolation"].plot()
+            >>> sites = al.sites.first_and_last(model, [1]) | al.sites.single_heads(model, 0)
+            >>> sweep = al.EdgeSweep.isolation(sites, draws=2)
+            >>> figure = al.run(model, batches, [sweep], progress=False)["isolation"].plot()
         """
         edges, control = ISOLATIONS[whole_words]
         return cls(edges, sites, control=control, draws=draws, seed=seed, name=name)

@@ -60,27 +60,23 @@ _FIRST, _SHORT = 4, 60  # prompts of which the words are kept, and characters of
 class FaithfulnessRecord(Record):
     """Scores of segments, and whether they predict what happens to the answer without some of them.
 
-    The axis ``score`` has the scores that were given; after a test also ``random`` and ``best
-    possible``. All numbers but scores are of the test.
+    After a test the axis ``score`` also has ``random`` and ``best possible``.
 
     Attributes:
-        scores: The score of each segment, in its own unit; mean over prompts, then over sets. High
-            means that answers rest on the segment; of a method, below 0 that it makes them less
-            likely.
-        scores_of_prompts: The scores of each prompt; NaN where the model gives another answer. The
-            highest is the segment on which this answer rests most.
-        errors_of_prompts: The standard error of each score of a method that comes from random
-            orders of the segments; 0 where the method is exact, NaN where it has none.
-        lds: Rank correlation (Spearman) over random subsets of the segments of the log-odds of the
-            answer and the summed scores of the segments that are kept, from -1 to 1; mean over
-            prompts, then over sets. 1: the score predicts which removal hurts more; 0: it does not.
-            A low number beside a high one of ``best possible`` is the score's fault.
+        scores: The score of each segment, in its own unit; mean over prompts, then over sets. High:
+            answers rest on the segment; below 0, of a method: it makes them less likely.
+        scores_of_prompts: The same of each prompt; NaN where the model gives another answer.
+        errors_of_prompts: Standard errors of scores from random orders of the segments; 0 where a
+            method is exact, NaN where it has none.
+        lds: Rank correlation (Spearman) over random subsets of the log-odds of the answer and the
+            summed scores of the kept segments, from -1 to 1; mean over prompts, then over sets. 1:
+            the score predicts which removal hurts more; 0: it does not.
         lds_gap: ``lds`` minus that of the first score, paired by prompt, from -2 to 2; above 0
             where this score predicts more.
         drop: What log p of the answer loses without the segments of the highest scores, in nats;
             below 0 where it gains. High means that the score finds what the answer rests on.
         drop_gap: ``drop`` minus that of the first score, paired by prompt, in nats.
-        lds_of_prompts: LDS of each prompt. NaN where a prompt has none; ``info`` has the reasons.
+        lds_of_prompts: LDS of each prompt; NaN for none, with the reasons in ``info``.
         drop_of_prompts: Drop of each prompt.
         log_prob: log p of the answer with all segments, in nats, from 0 down.
         log_odds: ``log p - log(1 - p)`` of the same, with p the product over its tokens.
@@ -101,10 +97,10 @@ class FaithfulnessRecord(Record):
     caption: ClassVar[str] = (
         "LDS: the rank correlation of summed scores of kept segments with the log-odds of the "
         "answer; 1: the score says which removal hurts more, 0: it does not. Drop: what log p of "
-        "the answer loses without the segments of the highest scores. Read a low number beside the "
-        "best possible one: where that is high, the score misses what the answer rests on; where "
-        "it is low too, effects do not add up. Where random scores are high, the number of kept "
-        "segments alone predicts much."
+        "the answer loses without the segments of the highest scores. Where a number is low and "
+        "the best possible one high, the score misses what the answer rests on; where both are "
+        "low, effects do not add up. Where random scores are high, the number of kept segments "
+        "predicts much."
     )
     names_in_info: ClassVar[Mapping[str, str]] = {"score": "scores"}
 
@@ -143,10 +139,9 @@ class FaithfulnessRecord(Record):
     def rests_on(self) -> TextFrame:
         """On which segment each of the first answers rests most: a row for each prompt.
 
-        The segment has the highest ``value`` of a score. If segments were removed one by one, that
-        is what the log-odds of the answer lose without it; otherwise the score is that of the
-        highest LDS (or drop, where there is no LDS; the first one without a test). No rows if the
-        model has no tokenizer.
+        It has the highest ``value``: what the log-odds of the answer lose without it, if segments
+        were removed one by one; otherwise of the score of the highest LDS (or drop, where there is
+        no LDS; the first one without a test). No rows if the model has no tokenizer.
         """
         names, rows = [*(self.axis_names("score") or ())], dict[int, dict[str, Any]]()
         ranked = self.drop if self.lds.isnan().all() else self.lds
@@ -165,7 +160,7 @@ class FaithfulnessRecord(Record):
     def answer(self, unable: str) -> Answer | None:
         """Which scores tell more than random ones what the answer loses without a segment.
 
-        By LDS, or by drop where no prompt has an LDS. Only intervals that do not meet count.
+        By LDS, or by drop without one. Only intervals that do not meet count.
         """
         if not self.is_tested:
             return None
@@ -250,10 +245,8 @@ class FaithfulnessRecord(Record):
 class Faithfulness(Question):
     r"""Which segments does an answer rest on, and do the scores that say so predict removals?
 
-    By default the segments are the demonstrations. Each score gives a number a segment; with
-    ``subsets=0`` that is all, and otherwise the scores are tested.
-
-    Random subsets v of the segments are kept, each segment with probability 1/2. With
+    Each score gives a number a segment; with ``subsets=0`` that is all. Otherwise scores are
+    tested. Random subsets v of the segments are kept, each segment with probability 1/2. With
     \(y(v) = \log p - \log (1 - p)\), where p is the product over the tokens of the answer, and
     scores \(\tau_i\),
 
@@ -263,92 +256,77 @@ class Faithfulness(Question):
     \text{drop} = \log p(\text{all}) - \log p(\text{all but the } \texttt{top} \text{ highest})
     $$
 
-    for each prompt; then means over prompts, and over sets of demonstrations. All scores are
-    compared on the same subsets. Two rows stand beside them:
+    for each prompt; then means over prompts, and over sets of demonstrations. All scores have the
+    same subsets. Two rows stand beside them:
 
-    - ``random``: scores from 0 to 1 that know nothing. Its LDS is the mean of 20 of them, its drop
-      the mean of all choices of ``top`` segments (above 100 choices of a random one).
+    - ``random``: the LDS is the mean of 20 random scores, the drop the mean of all choices of
+      ``top`` segments (above 100 choices of a random one).
     - ``best possible``: the LDS of the least squares fit of y on the same subsets, about the most
       that summed scores can reach, and the largest drop of all choices (up to 100).
 
     Range:
-        LDS -1 to 1; drops any number of nats; scores of methods any number of log-odds, of which 1
-        multiplies the odds of the answer by 2.7.
+        LDS -1 to 1; drops any number of nats; methods any log-odds: 1 is 2.7 times the odds.
 
     How to read:
-        A high score means that the answer rests on the segment, about 0 that it is as likely
-        without it; below 0 the segment speaks for something else. Scores explain what the model
-        says, also where that is wrong.
+        High: the answer rests on the segment; about 0: it is as likely without it; below 0: the
+        segment speaks for something else. Scores explain what the model says, right or wrong.
 
-        A low LDS beside a high ``best possible`` is the score's fault. Where ``best possible`` is
-        low too, the segments replace or need each other, or matter little, and no score of single
-        segments predicts them. The interval of ``lds_gap`` is much narrower than the difference of
-        two intervals suggests.
+        A low LDS beside a high ``best possible`` is the score's fault. Where both are low, segments
+        replace or need each other, or matter little, and no score of single segments predicts them.
+        To compare scores, read ``lds_gap``, which is paired by prompt.
 
     Pitfalls:
         One by one, two segments that say the same both have low scores; ``al.subsets.shapley``
         divides between them. Without BOS the first segment holds the first token, to which many
-        heads attend, so that removing it may destroy what has nothing to do with its words. A
-        prompt with a part removed is none that the model was trained on: compare
-        ``al.removal.edges`` with ``al.removal.text``.
+        heads attend: removing it may destroy more than its words. A prompt with a part removed is
+        unlike training texts: compare ``al.removal.edges`` with ``al.removal.text``.
 
-        LDS asks what a removal does, which a score may not claim to say, and scores by the same
-        removal have an advantage. Where y grows with every segment, all scores above 0 have an LDS
-        above 0: compare with ``random``. With few segments the subsets of lasso and Shapley are
-        largely those of the test, and with not many more subsets than segments ``best possible`` is
-        1. A score that is equal for all segments has no LDS; of equal scores the earlier segment is
-        removed. Numbers that differ by rounding count as equal: log-odds by 1e-5 of the largest
-        logit in float32 (1e-12 in float64), scores by as much of the largest score.
+        Scores by the same removal have an advantage in LDS. Where y grows with every segment, all
+        scores above 0 have an LDS above 0: compare with ``random``. With few segments the subsets
+        of lasso and Shapley are largely those of the test, and with few subsets ``best possible``
+        is 1. A score that is equal for all segments has no LDS; of equal scores the earlier segment
+        is removed. Equal are log-odds up to 1e-5 of the largest logit in float32 (1e-12 in
+        float64), and scores up to as much of the largest score.
 
     Source:
-        Cohen-Wang et al., *ContextCite* (NeurIPS 2024), for y, which is also that of AT2 (2025),
-        lasso, subsets, LDS and drop (there with 1, 3 and 5 sources, and deleted text). Park et al.,
-        *TRAK* (2023), for LDS. The two rows beside are ours.
+        Cohen-Wang et al., *ContextCite* (NeurIPS 2024), for y, lasso, subsets, LDS and drop (of 1,
+        3 and 5 sources, deleted); Park et al., *TRAK* (2023), for LDS. The rows are ours.
 
     Args:
         scores: For each name one of these; high must mean that the segment helps the answer.
 
-            - A tensor [prompt, segment], in the order of the queries, as records have it. NaN in a
-              prompt leaves it out.
-            - A metric with ``segment_scores``: ``SegmentFlows``, ``SegmentAttention`` or
+            - A tensor [prompt, segment], in the order of the queries; NaN leaves a prompt out.
+            - A metric with ``segment_scores``, as ``SegmentFlows``, ``SegmentAttention`` and
               ``SegmentRollout``, without segments of its own. It gets one more segment, the rest of
-              the prompt up to the answer, whose tokens read but have no score. A dataclass of your
-              own can be one if it has ``segments`` and, if it needs them, ``queries``: the
-              positions that predict the answer.
-            - A method, which makes scores of y by subsets of its own: ``al.subsets.one_by_one``
-              (what y loses without each segment), ``al.subsets.lasso()``, ``al.subsets.shapley()``
-              or one of your own.
+              the prompt up to the answer, whose tokens read but have no score. One of your own has
+              ``segments`` and, if it needs them, ``queries``, which predict the answer.
+            - A method, which makes scores of y by subsets of its own: ``al.subsets.one_by_one``,
+              ``lasso()`` or ``shapley()``, or your own.
             - A function of the batch to a tensor [batch, segment].
 
-            By default: attention, rollout, value norm, saliency, signed flows, and segments removed
-            one by one.
-        segments: As in ``SegmentFlows``: names, or functions of the batch by name. By default every
-            demonstration, or all segments of the prompts but the answer. All must have a token in
-            each prompt, before the answer. The token at which the answer is predicted stays.
-        answer: Name of the segment that holds a written answer, of which each token must be the
-            likeliest where it stands; otherwise the prompt counts for nothing. None for the label
-            word that the model predicts.
-        remove: How segments are removed; a function of the module ``al.removal`` or of your own.
-        subsets: How many subsets run for the test; at most 2 to the power of the number of
-            segments, and 0 for no test.
+            By default attention, rollout, value norm, saliency, signed flows, and one by one.
+        segments: As in ``SegmentFlows``: names, or functions of the batch by name; by default every
+            demonstration, or all segments but the answer. All need a token in each prompt, before
+            the answer. The token at which the answer is predicted stays.
+        answer: Segment of a written answer, each token of which must be the likeliest where it
+            stands, or the prompt counts for nothing. None for the predicted label word.
+        remove: A function of ``al.removal`` or your own.
+        subsets: How many run for the test, at most 2 to the power of the segments; 0 for no test.
         top: How many segments are removed for the drop.
-        seed: Of the subsets of test and methods, and of random scores. Subsets depend on it and on
-            the demonstrations, random scores on it and on the whole prompt.
+        seed: Of subsets, with the demonstrations, and of random scores, with the whole prompt.
 
-    ``info["passes"]`` of the record is the number of passes of a prompt, and ``info["reasons"]``
-    says why numbers are NaN.
+    ``info["passes"]`` is the passes of a prompt, ``info["reasons"]`` why numbers are NaN.
 
     Raises:
         MetricError: A score, a name, ``top``, ``subsets`` or what ``remove`` gives does not fit;
             segments overlap, or one is empty in a prompt or not before the answer; there is no
-            answer; or a method needs more subsets than there are. Those are raised before any pass.
-            After the clean runs: the model gives no prompt's answer.
+            answer; or there are too few subsets: all this before any pass. After the clean runs:
+            the model gives no prompt's answer.
         PromptError: The prompts do not fit the model, or lack a segment.
         ModelError: The attention hooks do not act, or a metric's weights are hidden.
 
     Warns:
-        UserWarning: The model gives another answer than the written one of some prompts, or a score
-            says nothing in some.
+        UserWarning: Some prompts get another answer than the written one, or a score says nothing.
 
     Examples:
         >>> asked = al.Faithfulness({"one by one": al.subsets.one_by_one}, subsets=0)
@@ -357,12 +335,10 @@ class Faithfulness(Question):
 
         And what are they worth?
 
-        >>> length = lambda batch: torch.stack(
-        ...     [of(batch).sum(1) for of in al.edges.each_demonstration(batch).values()], dim=1)
-        >>> asked = al.Faithfulness({"length": length, "one by one": al.subsets.one_by_one})
+        >>> asked = al.Faithfulness({"one by one": al.subsets.one_by_one})
         >>> record = al.run(model, batches[:1], [asked], progress=False)["faithfulness"]
         >>> record.axis_names("score")
-        ('length', 'one by one', 'random', 'best possible')
+        ('one by one', 'random', 'best possible')
     """
 
     scores: Mapping[str, AnyScore] | None = None
@@ -421,7 +397,6 @@ class _Compared(Question):
 
     @property
     def segments(self) -> int:
-        """How many segments there are."""
         return len(self.scores.segments)
 
     @property
@@ -557,20 +532,18 @@ class _Compared(Question):
             reasons["LDS"] = f"no segment changes the answer of {flat} of {prompts} prompts"
         if self.choices > MOST_CHOICES:
             reasons[f"drop of {BEST}"] = (
-                f"of {self.choices} choices of {self.given.top} segments not all run, but of at "
-                f"most {MOST_CHOICES}"
+                f"of {self.choices} choices of {self.given.top} segments not all run (at most "
+                f"{MOST_CHOICES})"
             )
         return reasons
 
 
 def check_sizes(segments: int, subsets: int, top: int) -> None:
-    """Raise an error for numbers that do not fit the segments."""
     if subsets == 0:
         return
     if not 1 <= top <= segments:
         raise MetricError(
-            f"top= is how many of the {segments} segments are removed for the drop, from 1 to "
-            f"{segments}; got {top}"
+            f"top= is how many segments are removed for the drop, from 1 to {segments}; got {top}"
         )
     if segments >= FEWEST > subsets:
         raise MetricError(f"a rank correlation needs subsets={FEWEST} or more; got {subsets}")
@@ -605,8 +578,7 @@ def lds(
 ) -> Float[Tensor, "prompt score"]:
     """Spearman correlation over subsets of y and the summed scores of what is kept; NaN for none.
 
-    Of equal numbers each has the mean of their ranks. Equal y differ by at most ``rounding``, and
-    equal sums of scores by the margin of the score.
+    Equal y differ by at most ``rounding``, and equal sums by the margin of the score.
     """
     sums = scores @ kept.mT.to(scores.dtype)
     # 0.1 + 0.2 is equal to 0.3.

@@ -56,8 +56,7 @@ class IntegratedFlowsRecord(SegmentFlowsRecord):
         change: F(A) - F(0), what the output loses without the attention of a layer, in the unit of
             F; mean over prompts, then over sets. Above 0 where the attention raises F.
         attributed: The sum of the attributions of all edges of a layer, those of tokens to
-            themselves too, in the unit of F. It is ``change`` but for an error that falls as
-            1 / m^2; where it is not, the flows of the layer say nothing.
+            themselves too, in the unit of F; where it is not ``change``, flows say nothing.
     """
 
     change: Float[Tensor, " layer"] = mean("change")
@@ -84,29 +83,27 @@ class IntegratedFlows(Question):
     $$
 
     The sum over all edges of a layer, those of tokens to themselves too, is F(A) - F(0), but for an
-    error that falls as 1 / m^2. The record has both, in the unit of F, and a warning names layers
-    where they differ; more steps cure it where the path bends.
+    error that falls as 1 / m^2. The record has both, with a warning where they differ.
 
     Where a norm takes the scale of the attention away (Gemma 2 to 4, OLMo 2 and 3, GLM-4, EXAONE 4,
-    BitNet), F(alpha A) = F(A): the gradient along A is 0, and the formula would give a multiple of
-    the signed saliency. So the norm divides by what it divides by in the clean run, and its output
-    grows from 0 to what it is. This is the usual way to attribute through a norm; the choice is
-    ours. A tiny pass finds such norms: one that also gets the residual stream (OPT-350m) is none.
+    BitNet), F(alpha A) = F(A), and the gradient along A is 0. So the norm divides by what it
+    divides by in the clean run, and its output grows from 0 to what it is. This is the usual way to
+    attribute through a norm; the choice is ours. A tiny pass finds such norms.
 
-    Each layer needs m passes forward and backward and one forward, from this layer on where
-    that gives the same logits in a tiny pass (``info`` has the reasons where not).
+    Each layer needs m passes forward and backward and one forward, from this layer on where that
+    gives the same logits (``info`` says where not).
 
     Range:
         Any number.
 
     How to read:
-        Above 0 means that the attention raises F; for a loss, that it does harm. It also sees an
-        edge whose gradient has become 0 because the model is certain.
+        Above 0 the attention raises F; for a loss it does harm. Edges whose gradient became 0
+        because the model is certain are seen too.
 
     Pitfalls:
         Where F jumps, as other experts are chosen on the path (Mixtral, GPT-OSS), no number of
-        steps helps. The baseline is a layer without attention, on which no model was trained. Sums
-        of several layers do not add up, because each layer is scaled alone.
+        steps helps. No model was trained on the baseline, a layer without attention. Layers do not
+        add up: each is scaled alone.
 
     Source:
         Hao et al., *Self-Attention Attribution* (AAAI 2021). Midpoints instead of right ends, and
@@ -114,25 +111,20 @@ class IntegratedFlows(Question):
 
     Args:
         segments: See ``SegmentFlows``.
-        output: F, a function of (logits, batch) to one number a prompt, as a loss is; also a
-            ``LossAtPositions``. By default the probability of the label that the clean run predicts
-            among the labels; in prompts without label words, of the likeliest next token.
+        output: F, a function of (logits, batch) to one number a prompt, as a loss is. By default
+            the probability of the label (without label words, of the next token) that is predicted.
         steps: m; twice as many take twice the time.
-        weight: Function of the pattern and the mean gradient, as in ``SegmentFlows``. By default
-            their product, summed over heads: above 0 where the attention raises F. Note that
-            ``al.weights.positive`` is made for a loss, where low is good.
+        weight: Function of the pattern and the mean gradient, as in ``SegmentFlows``; by default
+            their product, summed over heads. ``al.weights.positive`` is for a loss.
 
     Raises:
-        MetricError: ``steps`` is below 1, ``output`` does not give one number a prompt, or segments
-            or weight do not fit; see ``SegmentFlows``.
+        MetricError: ``steps`` is below 1, or ``output``, segments or weight do not fit.
         PromptError: The prompts do not fit the model, or lack a segment.
         ModelError: The attention hooks do not act, or value biases are folded.
 
     Examples:
         >>> asked = al.IntegratedFlows(["text", "label", "target"], steps=10)
         >>> record = al.run(model, batches[:1], [asked], progress=False)["integrated_flows"]
-        >>> bool((record.attributed - record.change).abs().max() < 0.1)
-        True
     """
 
     segments: SegmentsOfBatch | None = None
@@ -256,20 +248,16 @@ def _warn_if_incomplete(contributions: Mapping[str, Tensor], steps: int) -> None
         warn_user(
             f"in layers {wrong} the attributions do not sum to F(A) - F(0): in layer {worst} they "
             f"sum to {float(attributed[:, worst].mean()):.3g}, and F(A) - F(0) is "
-            f"{float(change[:, worst].mean()):.3g} (means over prompts). The flows of these layers "
-            f"say nothing as they are; take more steps than {steps}. If the difference does not "
-            "fall, F jumps on the path (other experts are chosen), and these layers have no "
-            "integrated gradient"
+            f"{float(change[:, worst].mean()):.3g} (means over prompts). Take more steps than "
+            f"{steps}; if the difference does not fall, F jumps on the path (other experts are "
+            "chosen), and these layers have no integrated gradient"
         )
 
 
 def probability_of_prediction(
     clean: Float[Tensor, "batch vocab"], batch: PromptBatch
 ) -> LossOfBatch:
-    """The probability of what the clean run predicts: a label, or a token without label words.
-
-    The prediction stays that of the clean run where a smaller pattern makes another one likelier.
-    """
+    """The probability of what the clean run predicts: a label, or a token without label words."""
 
     def log_probs(logits: Tensor, batch: PromptBatch) -> Tensor:
         scores = batch.label_scores(logits) if batch.has_label_words else logits

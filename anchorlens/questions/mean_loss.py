@@ -29,11 +29,9 @@ class LossRecord(Record):
     """Mean losses, in the unit of the loss: nats for those of ``al.losses``.
 
     Attributes:
-        loss: Mean loss of the run, with its hooks if it has any; low where the model expects what
-            follows.
+        loss: Mean loss of the run, with hooks if any; low where the model expects what follows.
         clean_loss: Mean loss without hooks.
-        change: ``loss - clean_loss``, paired by prompt; above 0 where hooks make the loss higher,
-            and exactly 0 without hooks.
+        change: ``loss - clean_loss``, paired by prompt; above 0 where hooks raise it.
         loss_per_prompt: Loss of each prompt.
         clean_loss_per_prompt: Loss of each prompt without hooks.
     """
@@ -67,15 +65,13 @@ class LossRecord(Record):
 class Loss(Question):
     """The mean of a loss, such as that of a text at chosen positions, and what hooks change of it.
 
-    With hooks in ``al.run`` a clean pass over the same prompts runs too, so that the change is
-    paired by prompt.
+    With hooks in ``al.run`` a clean pass runs too, so that the change is paired by prompt.
 
     Range:
         That of the loss: 0 or more, in nats, for those of ``al.losses``.
 
     How to read:
-        Read the change with its interval, beside that of a control that changes as much elsewhere,
-        such as as many random heads.
+        Read the change with its interval, beside that of a control, such as random heads.
 
     Pitfalls:
         ``al.losses.next_token_cross_entropy`` is a sum: give weights that sum to 1 in each prompt
@@ -87,15 +83,13 @@ class Loss(Question):
     Examples:
         The mean loss of texts in which no token reads the one before it in layer 0.
 
-        >>> texts = ["The museum opens at ten. The library opens", "Who wrote this? Nobody knows."]
-        >>> prompts = al.build_segments(model.tokenizer, texts)
+        >>> prompts = al.build_segments(model.tokenizer, ["The museum opens", "Nobody knows."])
         >>> def mean_over_tokens(batch):
         ...     has_next = batch.attention_mask & ~al.edges.target(batch)
         ...     return has_next / has_next.sum(1, keepdim=True)
         >>> asked = al.Loss(al.losses.next_token_cross_entropy(mean_over_tokens))
-        >>> results = al.run(model, prompts, [asked], progress=False,
-        ...     hooks=lambda batch: al.block_edges(model, batch, al.edges.previous_token, 0))
-        >>> change = results["loss"].estimate("change")
+        >>> cut = lambda batch: al.block_edges(model, batch, al.edges.previous_token, 0)
+        >>> change = al.run(model, prompts, [asked], hooks=cut, progress=False)["loss"].change
     """
 
     loss: LossOfBatch = label_cross_entropy

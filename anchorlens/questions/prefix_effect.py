@@ -37,8 +37,6 @@ from .prefix_terms import LayerTerms, prefix_runs
 
 # The most positions of a prefix whose weights are stored, to bound the size of a contribution.
 POSITIONS = 256
-
-
 _KNOWN = ("text", "label", "format")
 
 
@@ -62,29 +60,24 @@ CONTEXT: Mapping[str, edges.PositionsOfBatch] = {"context": edges.demonstrations
 class PrefixEffectRecord(Record):
     """What a prefix does to the attention of the rows after it, by layer and head.
 
-    Means are over rows, then over prompts, then over sets of demonstrations. ``m`` is a row's
-    attention to the prefix, ``m b`` what it takes from there, and ``z`` the output of a head before
-    W_O: z+ with the prefix, z0 without it, z~ = (z+ - m b) / (1 - m) if this layer alone lacks it.
+    Means are over rows, then prompts, then sets of demonstrations. ``m`` is a row's attention to
+    the prefix, ``m b`` what it takes there, ``z`` the output of a head before W_O: z+ with the
+    prefix, z0 without it, z~ if this layer alone lacks it.
 
     Attributes:
         stolen: m, from 0 to 1: the part of the attention that goes to the prefix.
-        stolen_by_segment: The same for each segment of the prefix's tokens; the segments sum to
-            ``stolen``.
+        stolen_by_segment: The same for each segment of the prefix; they sum to ``stolen``.
         bos: Attention to BOS, from 0 to 1; NaN where prompts have no BOS outside the prefix.
-        direct: |m (b - z~)| / |z0|, from 0 up: the change by the attention that is taken in this
-            layer. Heads are side by side in one vector.
-        indirect: |z~ - z0| / |z0|, from 0 up: the change by what the prefix did in earlier layers;
-            exactly 0 in the first.
-        concentration: s_1^2 / sum s^2 of the last rows' m b of all prompts, from 1 / d_head to 1.
-            At 1 the prefix moves the head along one line, for every query. It is 1 for one prompt.
-        effective_rank: exp(entropy(s^2 / sum s^2)) of the same, from 1 to d_head: the number of
-            directions in which the prefix moves the head.
-        spread: 99th minus 1st percentile over prompts of a prefix position's part of m, in the
-            last row over all heads; the mean over positions, from 0 to 1. At 0 the query does not
-            change which tokens of the prefix are read. NaN for one prompt.
-        invariance: Largest |A+ / (1 - m) - A| between tokens outside the prefix, where A is
-            measured in a run in which this layer alone does not see the prefix. The theory says 0;
-            rounding gives about 1e-6 in float32.
+        direct: |m (b - z~)| / |z0|, over all heads, from 0 up: the change by attention taken here.
+        indirect: |z~ - z0| / |z0|, from 0 up: the change by earlier layers; exactly 0 in the first.
+        concentration: s_1^2 / sum s^2 of the last rows' m b of all prompts, from 1 / d_head to 1,
+            where the prefix moves the head along one line. It is 1 for one prompt.
+        effective_rank: exp(entropy(s^2 / sum s^2)), from 1 to d_head: the number of directions.
+        spread: 99th minus 1st percentile over prompts of a prefix position's part of m in the last
+            row, mean over positions, from 0 to 1. At 0 the query does not change what of the prefix
+            is read. NaN for one prompt.
+        invariance: Largest |A+ / (1 - m) - A| outside the prefix, where A is measured without the
+            prefix in this layer alone. The theory says 0; in float32 rounding gives about 1e-6.
 
     Fields are NaN where a prefix has all attention (m = 1), and ``concentration``,
     ``effective_rank`` and ``spread`` also where it has none.
@@ -111,29 +104,22 @@ class PrefixEffectRecord(Record):
 
     caption: ClassVar[str] = (
         "Top: stolen attention, the part of the attention of the query's rows that goes to the "
-        "demonstrations, 0 to 1. Bottom: what changes the output of the attention. Direct: "
-        "attention taken in this layer. Indirect: what the demonstrations changed in earlier "
-        "layers; 0 in the first layer. Both are lengths, in units of the output without "
-        "demonstrations. The paper has no such figure."
+        "prefix. Bottom: what changes the output of the attention, in units of the output without "
+        "a prefix. Direct: attention taken in this layer. Indirect: what changed in earlier "
+        "layers; 0 in the first. The paper has no such figure."
     )
 
     def plot(self) -> go.Figure:
         """Stolen attention by layer and head, above direct and indirect changes by layer."""
-        return figures.stacked(self.plot_stolen(), self.plot_changes())
-
-    def plot_stolen(self) -> go.Figure:
-        """Stolen attention by layer and head."""
         title, bar_title = "Attention that the prefix takes", "stolen attention"
-        return figures.by_head(self.stolen, title, bar_title, limits=(0.0, 1.0))
-
-    def plot_changes(self) -> go.Figure:
-        """The direct change beside the indirect one, by layer, with intervals."""
-        return figures.lines_by_layer(
+        stolen = figures.by_head(self.stolen, title, bar_title, limits=(0.0, 1.0))
+        changes = figures.lines_by_layer(
             **with_ends(self, "direct", "indirect"),
             names=["direct: attention taken in this layer", "indirect: changed in earlier layers"],
             title="How the prefix changes the output of the attention",
             y_title="change / output without prefix",
         )
+        return figures.stacked(stolen, changes)
 
 
 @checked
@@ -141,10 +127,9 @@ class PrefixEffectRecord(Record):
 class PrefixEffect(Question):
     r"""What demonstrations do to the attention of the query, as a prefix before it.
 
-    What stands before a query acts on a head only by the attention m that it takes and the mean b
-    of its values. For one head, with the prefix keys P, the content keys C (BOS and the query
-    itself), a row i of the query, the pattern A+ with the prefix and A if it is left out of this
-    layer,
+    A prefix acts on a head only by the attention m that it takes and the mean b of its values. With
+    the keys P of the prefix and C of the content (BOS and the query), a row i of the query, the
+    pattern A+, and A without the prefix in this layer,
 
     $$
     m_i = \sum\limits_{p \in P} A^+(i, p)
@@ -154,10 +139,7 @@ class PrefixEffect(Question):
 
     $$
     \text{(I1)} \quad A^+(i, j) = (1 - m_i) \, A(i, j), \quad j \in C
-    $$
-
-    $$
-    \text{(I2)} \quad z^+_i = (1 - m_i) \, z_i + m_i \, b_i
+    \qquad \text{(I2)} \quad z^+_i = (1 - m_i) \, z_i + m_i \, b_i
     $$
 
     $$
@@ -166,11 +148,10 @@ class PrefixEffect(Question):
     $$
 
     z is the output of a head before W_O, s the scores after scale, soft cap and mask, LSE the
-    logarithm of the sum of exponentials. In words: (I1) a prefix does not change which of the other
-    tokens a row prefers; (I2) it moves the output towards a mean of its own values; (I3) scores
-    decide how far. All three are exact, also with soft caps, grouped keys, sliding windows, rotary
-    positions and ALiBi; with learned positions because all tokens stay at theirs in all runs. An
-    attention sink joins the second sum of (I3), and has a part of 1 - m.
+    logarithm of the sum of exponentials. (I1) a prefix does not change which of the other tokens a
+    row prefers; (I2) it moves the output towards a mean of its own values; (I3) scores decide how
+    far. All are exact, also with soft caps, windows and any kind of positions, as tokens keep
+    theirs in all runs. An attention sink joins the second sum of (I3), and has a part of 1 - m.
 
     In deeper layers the inputs differ too. Between the runs with and without the prefix,
 
@@ -184,9 +165,7 @@ class PrefixEffect(Question):
     ``invariance`` alone tests the theory.
 
     For label words at the target, ``stolen_by_segment`` summed over heads is the class score of
-    ``AttentionAUCROC``. Re-weighting adds (exp(beta) - 1) A(q, p_k) v_{p_k}, in the span of the
-    label words' values. Compression cuts the other keys: by (I1) the rest is shared in the same
-    proportions, exactly so in the first layer.
+    ``AttentionAUCROC``.
 
     Range:
         Attention 0 to 1; changes 0 or more, without a unit: 1 is as large as the output itself.
@@ -196,47 +175,38 @@ class PrefixEffect(Question):
         what it would output anyway. Concentration 1: all queries move along one line.
 
     Pitfalls:
-        Plots of the raw difference z+ - z0 mislead: it also has -m z~, which differs from row to
-        row, where m b lies on one line for a prefix of one token (in general its rank is at most
-        min(P, d_head)). In low precision 1 - m is rough where m is near 1: use float32.
-        ``concentration``, ``effective_rank`` and ``spread`` use the last row of each prompt,
-        uncentred, and have no interval, because they are biased in resamples. Of a prefix of more
-        than 256 tokens ``spread`` uses 256 positions at equal distances.
+        The raw difference z+ - z0 misleads: it also has -m z~, which differs from row to row. In
+        low precision 1 - m is rough where m is near 1: use float32. ``concentration``,
+        ``effective_rank`` and ``spread`` use the last row of each prompt, uncentred, and have no
+        interval, because they are biased in resamples. ``spread`` uses at most 256 positions.
 
     Source:
         Not in the paper. Petrov, Torr and Bibi, *When Do Prompting and Prefix-Tuning Work?* (ICLR
         2024), section 4, which has (I1) and (I2) for one prefix token.
 
-    Three forward passes are made: over the prompts as they are; with the edges from the query to
-    the prefix cut in all layers; and with these cut in one layer at a time.
+    Three forward passes are made: with the prefix, with the edges from the query to it cut in all
+    layers, and with these cut in one layer at a time.
 
     Args:
-        keys: The segments of the prefix: for each name a function of the batch to positions
-            before the query. By default the texts, label words, format and other tokens
-            (instructions) of the demonstrations, and of a ``context`` all keys but BOS as one
-            segment, ``context``.
+        keys: Segments of the prefix: for each name a function of the batch to positions before the
+            query. By default texts, label words, format and other tokens (instructions) of
+            demonstrations; of a ``context`` all keys but BOS, as the segment ``context``.
         rows: Function of the batch to the positions of the query that count:
             ``al.edges.query`` (the default) or ``al.edges.target``.
-        context: What stands before the queries in place of their demonstrations, such as
-            ``al.compress(...)`` or a trained prefix; None for the demonstrations. ``keys`` and
-            ``rows`` then get the queries after the context.
+        context: What stands before the queries in place of their demonstrations (None), such as a
+            trained prefix. ``keys`` and ``rows`` then get the queries after it.
 
     Raises:
-        MetricError: ``keys`` are no functions by name, or they give positions that are none, are in
-            two segments, or are not before the query; ``rows`` gives positions outside the query;
-            or hooks change the run, which its own passes do not have.
-        ModelError: The model takes no key-value cache, from which values are read, its value
-            biases are folded, or the context was made with another model.
+        MetricError: ``keys`` are not positions before the query, each in one segment; ``rows`` are
+            not in the query; or hooks change the run, which its own passes do not have.
+        ModelError: The model takes no key-value cache, its value biases are folded, or the context
+            was made with another model.
         PromptError: The prompts do not fit the context.
 
     Examples:
         >>> effect = al.run(model, batches, [al.PrefixEffect()], progress=False)["prefix_effect"]
         >>> labels = al.PrefixEffect(keys={"labels": al.edges.anchors}, rows=al.edges.target)
-
-        What a context does in place of the demonstrations.
-
         >>> compressed = al.PrefixEffect(context=al.compress(model, batch))
-        >>> results = al.run(model, batches, [compressed], progress=False)
     """
 
     keys: Mapping[str, edges.PositionsOfBatch] | None = field(default=None, hash=False)
@@ -251,8 +221,7 @@ class PrefixEffect(Question):
             object.__setattr__(self, "keys", keys)
         if not self.keys:
             raise MetricError(
-                "keys are functions of the batch by name, {'labels': al.edges.anchors}; got "
-                f"{self.keys!r}"
+                f"keys are functions by name, {{'labels': al.edges.anchors}}; got {self.keys!r}"
             )
 
     def check(self, model: HookedModel, batches: Sequence[PromptBatch], *, changed: bool) -> None:
@@ -264,10 +233,7 @@ class PrefixEffect(Question):
     def check_prompts(
         self, model: HookedModel, batches: Sequence[PromptBatch], *, may_be_empty: bool = False
     ) -> None:
-        """Raise an error for a context of another model, and for positions that do not fit.
-
-        After an empty context there may be no prefix.
-        """
+        """Raise an error for a context of another model, and for positions that do not fit."""
         if self.context is not None:  # this checks the model and its weights
             self.context.logits(model, batches[0].prompt(0))
         for batch in batches:
@@ -275,8 +241,8 @@ class PrefixEffect(Question):
             is_empty = may_be_empty and not edges.demonstrations(queries).any()
             if not is_empty and not self.segments_of(queries).any(2).any(1).all():
                 raise MetricError(
-                    f"the keys of {self.name} hold no token of some prompt, so that there is no "
-                    "prefix; give demonstrations, or other keys"
+                    f"the keys of {self.name} hold no token of some prompt; give demonstrations, "
+                    "or other keys"
                 )
             self.rows_of(queries)
 
@@ -326,20 +292,17 @@ class PrefixEffect(Question):
     ) -> go.Figure:
         """A head's attention in the query's rows without a prefix, with it, and rescaled.
 
-        Divided by 1 - m, the attention to tokens outside the prefix is that of the first panel: a
-        prefix cannot change which of them a row prefers (I1). The first panel is measured, with
-        the input that the layer has with the prefix.
+        Rescaled is divided by 1 - m: outside the prefix that is the first panel (I1), which is
+        measured with the input that the layer has with the prefix.
 
         Args:
             model: A hooked model with its tokenizer.
-            batch: Prompts.
-            layer: The layer; negative numbers count from the end.
-            head: The head.
+            layer: Negative numbers count from the end.
             prompt: Number of the prompt in the batch.
 
         Raises:
-            HookError: The layer or head does not exist.
-            PromptError: There is no such prompt. Otherwise as in a run.
+            HookError: The layer or head does not exist. Otherwise as in a run.
+            PromptError: There is no such prompt.
 
         Examples:
             >>> figure = al.PrefixEffect().plot_pattern(model, batch, layer=1, head=0)
@@ -376,9 +339,8 @@ class PrefixEffect(Question):
         """What each row takes from the prefix, ``D = z+ - (1 - m) z~ = m b``, in two dimensions.
 
         The axes are the first two singular directions of D over all rows. A prefix of one token
-        moves every row along one line. The raw difference ``z+ - z0`` lies on no line, because it
-        also has ``-m z~``, which differs from row to row. Arguments and errors are those of
-        ``plot_pattern``, and a ModelError for folded value biases.
+        moves every row along one line. Arguments and errors are those of ``plot_pattern``, and a
+        ModelError for folded value biases.
 
         Examples:
             >>> figure = al.PrefixEffect().plot_directions(model, batch, layer=1, head=0)
@@ -518,10 +480,7 @@ def _maximum(values: Tensor, dims: int | tuple[int, ...]) -> Tensor:
 
 
 def _sampled(in_prefix: Bool[Tensor, "batch key"]) -> Int[Tensor, "batch sample"]:
-    """Positions of the prefix, at most ``POSITIONS`` at equal distances; -1 where there are less.
-
-    The number does not depend on the prefix, so that contributions have one shape.
-    """
+    """``POSITIONS`` of the prefix, at equal distances; -1 for none, so that there is one shape."""
     sampled = torch.full((len(in_prefix), POSITIONS), -1, device="cpu")
     for row, inside in zip(sampled, in_prefix, strict=True):
         positions = inside.nonzero().flatten()

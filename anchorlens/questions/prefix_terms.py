@@ -1,15 +1,7 @@
 """What a prefix adds to the attention of query rows, from passes with it and without it.
 
-For one head, query row i, content keys C and prefix keys P: ``z+`` is the output with the prefix
-(before W_O), ``z0`` the output of a pass without it, and
-
-    m   = sum_{p in P} A+_ip                        attention to the prefix
-    m b = sum_{p in P} A+_ip v_p                    what the row takes from the prefix
-    z~  = sum_{j in C} A_ij v_j                     the output if this layer alone lacks the prefix
-    z+ - z0 = (z+ - z~) + (z~ - z0)                 direct and indirect
-
-The theory says A_ij = A+_ij / (1 - m), so that z~ = (z+ - m b) / (1 - m), and the direct change is
-m (b - z~). Here A is measured in a pass of its own: in the first layer z~ is then exactly z0.
+The symbols and the theory are those of ``PrefixEffect``. It says that A = A+ / (1 - m); here A is
+measured in a pass of its own, so that z~ is exactly z0 in the first layer.
 """
 
 from collections.abc import Iterator, Sequence
@@ -60,7 +52,6 @@ class PrefixRuns:
     has_sinks: bool  # rows of the patterns sum to less than 1
 
     def layers(self) -> Iterator["LayerTerms"]:
-        """The terms of each layer."""
         for layer, alone in enumerate(self.alone):
             yield terms_of_layer(
                 self.with_prefix.layer(layer),
@@ -96,11 +87,7 @@ class LayerTerms:
 
 
 def prefix_runs(model: HookedModel, query_pass: QueryPass, in_prefix: Positions) -> PrefixRuns:
-    """Run a batch with the keys ``in_prefix`` for the rows of the query, and without these.
-
-    The tokens are the same in all passes, and edges are cut before the softmax. So all tokens stay
-    at their positions, whatever kind of positions the model has.
-    """
+    """Run a batch with the keys ``in_prefix`` for the query's rows, and with edges to them cut."""
     batch, prefix, hooks = query_pass.batch, query_pass.prefix, query_pass.hooks
     refuse_media_tokens(model, batch)
     queries = query(batch)

@@ -35,26 +35,24 @@ _MOST = 12  # parts that a figure shows
 class ScorePartsRecord(Record):
     """The scores of some heads of a layer before the softmax, as sums over parts of the model.
 
-    All numbers are means over prompts, in the unit of scores: 1 more is e = 2.7 times the
-    attention. The axis ``key`` has the keys in order of appearance, ``head`` the heads asked for.
+    Means over prompts, in the unit of scores: 1 more is e = 2.7 times the attention. The axis
+    ``key`` has the keys in order of appearance.
 
     Attributes:
-        contrast: How far the score of the key with the highest score is above the mean of the
-            others. At 0 all keys get the same attention.
-        at_key: Parts of the contrast in the keys, with whole queries. High: this part of the
-            attended key is what the query finds. They sum to the contrast.
+        contrast: How far the highest score of a key is above the mean of the others; 0: all equal.
+        at_key: Parts of the contrast in the keys, with whole queries, which sum to it. High: what
+            the query finds in the attended key.
         at_query: Parts of the contrast in the query, with whole keys: what looks for it.
         of_groups: ``at_key`` summed over the embedding, all attention, all MLPs, and biases.
-        pairs: Parts of the contrast for a part of the query and one of the keys, where heads of a
-            layer are together. They sum to the contrast.
+        pairs: Parts of it for a part of the query and one of the keys, heads of a layer together.
         score: The score of each key minus the mean over the keys.
         score_at_key: Its parts in the keys, with whole queries.
         score_at_query: Its parts in the query, with whole keys.
         level: The mean score over the keys, which shares out no attention among them.
         attention: The attention to each key, from 0 to 1.
-        carried: What the head takes from each key adds to the logit of the answer at the query,
-            minus the mean of the other answers (of all tokens without label words): directly, past
-            no later layer, before a scale or cap of logits. Above 0 it speaks for the answer.
+        carried: What the head takes from each key adds directly to the logit of the answer at the
+            query, minus the mean of the other answers (of all tokens without label words), before a
+            scale or cap of logits. Above 0 it speaks for the answer.
         carries: ``carried`` of the key with the highest score.
         carries_by_part: Its parts in the value of that key; they sum to ``carries``.
     """
@@ -74,10 +72,9 @@ class ScorePartsRecord(Record):
     carries_by_part: Float[Tensor, "head part"] = mean("carries_by_part")
 
     caption: ClassVar[str] = (
-        "Why a head looks where it looks: how far the score of the key that gets most attention is "
-        "above the mean of the other keys, in parts; the largest are shown. Top: pairs of what "
-        "looks (a part of the query) and what is found (a part of the keys). Bottom: what each "
-        "part of the keys adds with the whole query; above 0 it draws attention."
+        "How far the score of the key that gets most attention is above the mean of the others, in "
+        "parts; the largest are shown. Top: pairs of what looks (a part of the query) and what is "
+        "found (of the keys). Bottom: what each part of the keys adds; above 0 it draws attention."
     )
     names: ClassVar[Mapping[str, Sequence[str]]] = {"group": GROUPS}
     names_in_info: ClassVar[Mapping[str, str]] = {
@@ -141,30 +138,29 @@ class ScorePartsRecord(Record):
 class ScoreParts(Question):
     r"""Why a head looks at one key more than at others, exact: parts of its scores.
 
-    The score of an edge before the softmax is a product of the residual stream at the query and at
-    the key. Each is a sum of what the embedding, the attention and the MLP of each layer before
-    wrote, so that the score is a sum over pairs of parts a and b:
+    The residual stream at a query and at a key is a sum of what the embedding, the attention and
+    the MLP of each layer before wrote, so that the score before the softmax is a sum over pairs of
+    parts:
 
     $$
     s_{ij} = c \, q_i^\top k_j = \sum\limits_{a, b} c \, q_i(a)^\top k_j(b)
     $$
 
-    with c the scale of the attention. Norms are linear functions with the divisors of the pass; a
-    rotation is linear for each position. ``score_at_key`` sums over a, ``score_at_query`` over b.
-    The *contrast* is the highest score minus the mean of the others: what is the same for all keys
-    changes no attention among them, and stands in ``level``.
+    with c the scale of the attention. Norms have the divisors of the pass; a rotation is linear for
+    each position. ``score_at_key`` sums over a, ``score_at_query`` over b. The *contrast* is the
+    highest score minus the mean of the others; what all keys have changes nothing.
 
     Range:
         Any number; 1 more is e = 2.7 times the attention, before a soft cap.
 
     How to read:
-        ``at_key`` says what of the attended key the query finds, ``at_query`` what looks for it. A
-        part below 0 works against the key that is attended.
+        ``at_key``: what of the attended key the query finds; ``at_query``: what looks for it. A
+        part below 0 works against this key.
 
     Pitfalls:
-        A part is what wrote, not why it wrote that: an MLP may have read what heads brought before.
-        The highest score is above the others also by chance; read intervals of parts. The divisor
-        of a norm is held, as in direct logit attribution: without a part it would be another.
+        A part is what wrote, not why: an MLP may have read what heads brought before. The highest
+        score is above the others also by chance; read intervals of parts. The divisor of a norm is
+        held, as in direct logit attribution.
 
     Source:
         The products of queries and keys are those of Elhage et al., *A Mathematical Framework for
@@ -174,16 +170,14 @@ class ScoreParts(Question):
         layer: The layer of the heads; a negative number counts from the end.
         heads: Its heads; by default all.
         queries: Which token looks: one position of each prompt.
-        keys: At what: as many positions in each prompt, at least two. By default label words. Those
-            that a head cannot see do not count.
+        keys: At what: as many positions in each prompt, at least two; unseen ones do not count.
         by: ``"layer"``: parts are the attention and the MLP of each layer. ``"head"``: each head
             and the bias, where these sum to what the attention adds (not in BitNet and Granite).
 
     Raises:
-        MetricError: A layer or head does not exist; there is not one query, or not as many keys, in
-            each prompt; or a query sees fewer than two of its keys.
-        ModelError: The scores are not queries times keys alone (ALiBi), or a sum of parts is not
-            what the model computes.
+        MetricError: A layer or head does not exist, queries or keys are not as many as they must
+            be, or a query sees fewer than two of its keys.
+        ModelError: The scores are not queries times keys alone (ALiBi), or not the sum of parts.
 
     Examples:
         >>> asked = al.ScoreParts(layer=-1, heads=[0, 1])

@@ -77,7 +77,7 @@ def single_heads(model: HookedModel, layers: Iterable[int] | int) -> dict[str, S
 def random_heads(model: HookedModel, site: Site, seed: int) -> Site:
     """As many random heads of the same layers as a site has: its control (``EdgeSweep``).
 
-    They are drawn from all heads of each layer, so that the site's own heads may be among them.
+    They are drawn from all heads of each layer, the site's own too.
 
     Raises:
         HookError: A layer or head does not exist.

@@ -72,7 +72,7 @@ def test_a_class_of_ones_own_is_saved_with_its_fields(gpt2: Any, tmp_path: Path)
         al.contexts.PrefixContext.load(path)
     texts: Any = ["a", "b"]
     wrong = replace(own, text=texts)
-    with pytest.raises(StoreError, match="is not written: text must be a tensor, a record"):
+    with pytest.raises(StoreError, match="is not written: text must be a tensor, record"):
         wrong.save(path)
 
 

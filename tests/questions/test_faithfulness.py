@@ -190,7 +190,7 @@ def test_more_choices_than_run_have_no_best_one(
     pairs = [[float(sum(of)) for of in combinations(row.tolist(), 2)] for row in tau]
     for drop, sums in zip(record.drop_of_prompts[:, 2].tolist(), pairs, strict=True):
         assert min(abs(drop - each) for each in sums) < 1e-12
-    reason = "of 15 choices of 2 segments not all run, but of at most 14"
+    reason = "of 15 choices of 2 segments not all run (at most 14)"
     assert record.info["reasons"] == {"drop of best possible": reason}
 
 

@@ -301,7 +301,7 @@ def test_wrong_contexts_and_rows_are_refused(gpt2: Any) -> None:
         with pytest.raises(MetricError, match=message):
             ask(gpt2, batches, al.PrefixEffect(context=no_text, **given), **QUIET)
     for draw in (al.PrefixEffect.plot_pattern, al.PrefixEffect.plot_directions):
-        with pytest.raises(MetricError, match="there is no prefix"):
+        with pytest.raises(MetricError, match="hold no token of some prompt"):
             draw(al.PrefixEffect(context=al.contexts.NoContext()), gpt2, batches[0], 0, 0)
 
 
