@@ -218,8 +218,8 @@ def refuse_folded_value_biases(model: Any) -> None:
     if _all_zero(model, "b_V") and not (_all_zero(model, "b_Q") and _all_zero(model, "b_K")):
         raise ModelError(
             "the value biases of this model are folded into its output bias, which changes values, "
-            "outputs of heads, saliency, re-weighting and every edit of the pattern after the "
-            "softmax; use al.load_model, or fold_value_biases=False in TransformerLens"
+            "outputs of heads, saliency, edits of the pattern after softmax, and with attention "
+            "sinks logits; use al.load_model, or fold_value_biases=False in TransformerLens"
         )
 
 

@@ -101,7 +101,7 @@ def anchors(batch: PromptBatch) -> Positions:
 
 @checked
 def forerunners(batch: PromptBatch) -> Positions:
-    """Positions of the token before each anchor, such as the colon in "Answer: Entity"."""
+    """Positions of the token before each anchor, such as the colon; errors as of ``anchors``."""
     labels = anchors(batch)
     return torch.cat([labels[:, 1:], torch.zeros_like(labels[:, :1])], 1) & batch.attention_mask
 
@@ -157,7 +157,7 @@ def demonstration(batch: PromptBatch, number: int) -> Positions:
 def each_demonstration(batch: PromptBatch) -> dict[str, PositionsOfBatch]:
     """Every demonstration as a segment: functions of the batch to ``demonstration``, by name.
 
-    Other batches of a run must have as many demonstrations.
+    Other batches of a run must have as many demonstrations. An error if there are no label words.
 
     Examples:
         >>> results = al.run(model, batches, [al.SegmentFlows(edges.each_demonstration(batch))],

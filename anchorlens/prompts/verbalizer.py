@@ -85,32 +85,32 @@ class Verbalizer:
         Raises:
             PromptError: ``score`` gives no numbers for these logits.
         """
-        if (largest := max(map(max, self.token_ids))) >= (count := logits.shape[-1]):
-            raise PromptError(
-                f"a label word has the token {largest}, but there are logits of {count} tokens; "
-                "give all logits, of the model whose tokenizer made the label words"
-            )
-        if self.has_one_word_a_class:
-            return label_scores(logits, torch.tensor(self.token_ids, device="cpu")[:, 0])
-        exact = wide(logits)
-        total = exact.logsumexp(-1, keepdim=True)
-        classes = [self.score(exact[:, list(ids)] - total, -1) for ids in self.token_ids]
-        for ids, values in zip(self.token_ids, classes, strict=True):
-            if values.isnan().any():
-                raise PromptError(
-                    f"score {name_of(self.score)} gives NaN for the words with the tokens {ids}; "
-                    "its result must be a number for all log probabilities"
-                )
-        return torch.stack(classes, dim=1)
+        return label_scores(logits, self)
 
 
 def label_scores(
     logits: Float[Tensor, "batch vocab"], labels: Int[Tensor, " class"] | Verbalizer
 ) -> Float[Tensor, "batch class"]:
     """Score of each class: the logit of its label word, or what a verbalizer gives."""
-    if isinstance(labels, Verbalizer):
-        return labels.scores(logits)
-    return logits[:, labels if labels.device == logits.device else sent(labels, logits.device)]
+    if isinstance(labels, Tensor):
+        return logits[:, labels if labels.device == logits.device else sent(labels, logits.device)]
+    if (largest := max(map(max, labels.token_ids))) >= (count := logits.shape[-1]):
+        raise PromptError(
+            f"a label word has the token {largest}, but there are logits of {count} tokens; "
+            "give all logits, of the model whose tokenizer made the label words"
+        )
+    if labels.has_one_word_a_class:
+        return label_scores(logits, torch.tensor(labels.token_ids, device="cpu")[:, 0])
+    exact = wide(logits)
+    total = exact.logsumexp(-1, keepdim=True)
+    classes = [labels.score(exact[:, list(ids)] - total, -1) for ids in labels.token_ids]
+    for ids, values in zip(labels.token_ids, classes, strict=True):
+        if values.isnan().any():
+            raise PromptError(
+                f"score {name_of(labels.score)} gives NaN for the words with the tokens {ids}; "
+                "its result must be a number for all log probabilities"
+            )
+    return torch.stack(classes, dim=1)
 
 
 def tied(scores: Float[Tensor, "batch class"]) -> Bool[Tensor, " batch"]:

@@ -249,7 +249,6 @@ class Study:
         order = order_of_queries(self.batches)
         return {name: values[order] for name, values in contributions.items()}
 
-    @checked  # a function of the user whose iterator ended is named
     def record(
         self,
         result: Callable[[Contributions], R],
