@@ -324,7 +324,9 @@ def _with_answers(
     if written[0][-1][0] == ANSWER:
         return [pieces[-1][1] for pieces in written], batches
     texts = [_written_answer(model, pieces) for pieces in written]
-    options.output.note(f"the model writes the answers, which are then explained: {texts[0]!r}")
+    options.output.note(
+        f"the model writes the answers, which are then explained: {texts[0]!r}, ..."
+    )
     whole = [[*pieces, (ANSWER, text)] for pieces, text in zip(written, texts, strict=True)]
     return texts, _segments(whole, options.batch_size, model.tokenizer)
 

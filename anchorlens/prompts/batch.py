@@ -624,7 +624,9 @@ def check_prompts(*batches: PromptBatch) -> None:
             raise PromptError(f"tokens are whole numbers from 0, also under padding; got {least}")
         for name in ("inputs", "pictures"):
             if (count := len(getattr(batch, name))) not in (0, len(batch)):
-                raise PromptError(f"{name} are {len(batch)}, one a prompt, or none; got {count}")
+                raise PromptError(
+                    f"{name} are one for each of {len(batch)} prompts, or none; got {count}"
+                )
         _check_inputs(batch)
         _check_segments(batch)
         check_inside(batch, "target_positions")

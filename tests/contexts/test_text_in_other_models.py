@@ -78,7 +78,7 @@ def test_what_a_model_cannot_read_is_an_error_before_any_pass(gpt2: Any, byte_le
     for model, text, batches, tokenizer, message in (
         (gpt2, prompt, held_out, lower, "cannot encode the text 'Say What': its tokens give 'say"),
         (gpt2, "", held_out, None, "cannot encode the text '': .* a text that is empty"),
-        (gpt2, used, held_out, None, "4 of these queries were used to train or to choose"),
+        (gpt2, used, held_out, None, "4 of these queries trained or chose the hard prompt"),
         (gpt2, prompt, long, None, r"labels \['Abbrev.*these queries have \['Table', 'Window'\]"),
         (gpt2, of_long, long, None, "a label word has several tokens"),
         (short, many, held_out, None, "use shorter queries, or a context with fewer"),

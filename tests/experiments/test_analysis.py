@@ -131,7 +131,11 @@ class MadeFromMore(GPT2LMHeadModel):
 @pytest.mark.parametrize(
     ("kind", "changes", "reason"),
     [
-        (GPT2LMHeadModel, {"n_layer": 2}, "the configuration was changed .* n_layers is 2, and"),
+        (
+            GPT2LMHeadModel,
+            {"n_layer": 2},
+            "the configuration was changed .* n_layers was 3 and is 2",
+        ),
         (GPT2LMHeadModel, {"n_head": 5}, "GPT2LMHeadModel cannot be made from its configuration"),
         (MadeFromMore, {}, "MadeFromMore cannot be made from its configuration alone: .*'more'"),
     ],

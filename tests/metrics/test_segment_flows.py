@@ -290,7 +290,7 @@ def test_edges_by_rule_need_no_label_words(gpt2: Any) -> None:
             expected = torch.stack([pattern[:, i, j] for i, j in edges]).mean(0)
             torch.testing.assert_close(record.per_head[layer, :, number].float(), expected)
     assert record.pq_over_tq.isnan().all() and record.tq.isnan().all()
-    message = r"another loss, such as al.losses.span_cross_entropy\('text'\)"
+    message = r"another loss: al.losses.span_cross_entropy\('text'\) for all tokens"
     with pytest.raises(MetricError, match=message), does_not_run(gpt2):
         al.run(gpt2, [own], [al.SegmentFlows()], **QUIET)
 

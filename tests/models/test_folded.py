@@ -29,7 +29,7 @@ from tests.support.tiny_models import questions, raw_model, tiny_gpt2
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
 # Joint projections with biases; grouped keys and values with biases; attention that is replaced.
 FOLDED = ("GPT-2", "Qwen2", "OPT")
-CURE = "load the model with al.load_model, or with fold_value_biases=False"
+CURE = "fold_value_biases=False"
 # They run the others, and leave out what is refused; or scores that tie have no correlation.
 LEFT_OUT = {"analysis", "across models", "faithfulness of answers"}
 # Of GPT-2 in compatibility mode refused, with folded biases or without.
