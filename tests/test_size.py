@@ -22,7 +22,7 @@ def lines(*names: str) -> int:
 def test_lines() -> None:
     folders = ("models/*.py", "passes/*.py", "runs/*.py", "metrics/*.py", "hooks.py")
     assert lines(*folders) <= 15_008
-    assert lines("**/*.py") <= 41_138
+    assert lines("**/*.py") <= 41_142
 
 
 @pytest.mark.slow("runs that are counted")
