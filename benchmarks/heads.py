@@ -51,11 +51,11 @@ def main() -> None:
     for_means, asked, held_out = (drawn[part::3] for part in range(3))
 
     vectors = al.task_vectors(model, prompts(for_means), prompts(asked))
-    print(f"queries alone {vectors.estimate('unchanged'):.2f}")
-    print(f"demonstrations {vectors.estimate('demonstrations'):.2f}")
+    print(f"queries alone {vectors.estimate('unchanged')}")
+    print(f"demonstrations {vectors.estimate('demonstrations')}")
     for layer in range(model.cfg.n_layers):
         numbers = [vectors.estimate(name, layer) for name in ("accuracy", "gain")]
-        print(f"layer {layer}: accuracy {numbers[0]:.2f}, gain {numbers[1]:.2f}")
+        print(f"layer {layer}: accuracy {numbers[0]}, gain {numbers[1]}")
 
     shuffled = prompts(asked[: len(asked) // 2], SHUFFLE)
     effects = al.head_effects(model, prompts(for_means), shuffled)
@@ -78,9 +78,9 @@ def main() -> None:
         cut = partial(al.replace_heads, model, outputs=effects.outputs, site=site)
         metrics = [al.Accuracy(), al.Loyalty()] if heads else [al.Accuracy()]
         results = al.run(model, batches, metrics, hooks=cut if heads else None)
-        text = f"{name} at their means: accuracy {results['accuracy'].estimate('accuracy'):.2f}"
+        text = f"{name} at their means: accuracy {results['accuracy'].estimate('accuracy')}"
         if heads:
-            text += f", label loyalty {results['loyalty'].estimate('label_loyalty'):.2f}"
+            text += f", label loyalty {results['loyalty'].estimate('label_loyalty')}"
         print(text)
 
 
