@@ -75,7 +75,7 @@ def heads(model: Any, options: argparse.Namespace) -> None:
     width = found.score.shape[1]
     for k in found.score.flatten().argsort(descending=True)[:8].tolist():
         at = divmod(k, width)
-        numbers = "  ".join(f"{name} {found.text(name, *at)}" for name in ("score", "raw", "found"))
+        numbers = "  ".join(f"{name} {found.estimate(name, *at)}" for name in ("score", "raw", "found"))
         print(f"head {at[0]}.{at[1]}  {numbers}", flush=True)
     for top in TOPS:
         masking = replace(found.masking(top, draws=DRAWS), name=f"top {top}")
