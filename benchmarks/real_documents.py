@@ -75,7 +75,9 @@ def heads(model: Any, options: argparse.Namespace) -> None:
     width = found.score.shape[1]
     for k in found.score.flatten().argsort(descending=True)[:8].tolist():
         at = divmod(k, width)
-        numbers = "  ".join(f"{name} {found.estimate(name, *at)}" for name in ("score", "raw", "found"))
+        numbers = "  ".join(
+            f"{name} {found.estimate(name, *at)}" for name in ("score", "raw", "found")
+        )
         print(f"head {at[0]}.{at[1]}  {numbers}", flush=True)
     for top in TOPS:
         masking = replace(found.masking(top, draws=DRAWS), name=f"top {top}")
@@ -86,9 +88,9 @@ def heads(model: Any, options: argparse.Namespace) -> None:
         for name in ("label_loyalty", "word_loyalty", "kl"):
             control, gap = getattr(lost, f"random_{name}"), ""
             if name != "kl":
-                gap = f"  gap {lost.text(name.replace('loyalty', 'gap'), 0)}"
+                gap = f"  gap {lost.estimate(name.replace('loyalty', 'gap'), 0)}"
             ends = f"{control.mean():.2f} ({control.min():.2f} to {control.max():.2f})"
-            print(f"top {top}  {name} {lost.text(name, 0)}  random {ends}{gap}", flush=True)
+            print(f"top {top}  {name} {lost.estimate(name, 0)}  random {ends}{gap}", flush=True)
 
 
 def main() -> None:
