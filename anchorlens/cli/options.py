@@ -121,7 +121,7 @@ _DATA = (
 _DOCUMENTS = f"{_DATA} Or a file with a question, an answer and documents in each row."
 Documents = Annotated[Path | None, typer.Argument(parser=_path, metavar="DATA", help=_DOCUMENTS)]
 Data = Annotated[Path | None, typer.Argument(parser=_path, metavar="DATA", help=_DATA)]
-Chat = Annotated[bool | None, _task("--chat/--no-chat", metavar="", help="Write a chat.")]
+Chat = Annotated[bool | None, _task("--chat/--no-chat", metavar="", help="Prompts as chats.")]
 TextColumn = Annotated[str | None, _task(help="Column of the texts in DATA.")]
 ImageColumn = Annotated[str | None, _task(help="Column of the paths of images in DATA, one a row.")]
 LabelColumn = Annotated[str | None, _task(help="Column of the classes in DATA.")]

@@ -26,7 +26,7 @@ from ..system.hidden_warnings import hidden_warnings
 from ..system.processes import fails_together, is_main
 from ..system.put_back import each_call_inside
 from ..system.steps import step
-from ..system.torch_state import gradient_mode, made_on, own_random_state
+from ..system.torch_state import gradient_mode, own_random_state, tensor_defaults
 from ..system.warn import warn_user
 
 SEEDS = (0, 1, 2)
@@ -143,7 +143,7 @@ def _new_model(model: Any, seed: int) -> HookedModel:
     try:
         # In float32 the draw itself differs between processors.
         dtype = torch.promote_types(original.dtype, torch.float32)
-        with own_random_state(seed=seed), made_on("cpu", dtype):
+        with own_random_state(seed=seed), tensor_defaults("cpu", dtype):
             weights = type(original)(copy.deepcopy(original.config))
     except Exception as error:  # of a class that was written elsewhere
         raise ModelError(

@@ -54,7 +54,7 @@ _PLAIN = {type(None), bool, int, float, complex, str, bytes, range, type(...), t
 _PLAIN |= {torch.dtype, torch.device, torch.layout, torch.memory_format, torch.Size}
 _PLAIN |= {type(Path()), pathlib.PurePosixPath, pathlib.PureWindowsPath}
 # What they hold is in no attribute.
-_CONTAINERS = (*(x for x in vars(builtins).values() if type(x) is type and x is not object), Tensor)
+_BUILT_IN = (*(x for x in vars(builtins).values() if type(x) is type and x is not object), Tensor)
 _BASES = (object, abc.ABC, Generic, Protocol)
 # What Python adds to each class; modules, line numbers, texts and annotations decide no number.
 _NOT_OF_CLASS = {"__dict__", "__weakref__", "__module__", "__doc__", "__annotations__", "__slots__"}
@@ -309,7 +309,7 @@ class _Walk:
         is_ours = place.startswith(f"{installed.PACKAGE}.")
         if is_ours and issubclass(kind, tuple):
             self._add_all("parts", *value)
-        elif issubclass(kind, _CONTAINERS):
+        elif issubclass(kind, _BUILT_IN):
             self._miss(f"a {_in_full(kind)}, whose class inherits from one of Python's own")
         else:
             own = _fields_of(value)

@@ -56,10 +56,10 @@ class gradient_mode(IOBase):
 
 
 @safe_context
-def made_on(device: str, dtype: torch.dtype) -> Iterator[None]:
+def tensor_defaults(device: str, dtype: torch.dtype) -> Iterator[None]:
     """Inside, torch makes tensors on this device and of this type where none is named."""
-    set_type = partial(partial, torch.set_default_dtype)
-    types = put_back(set_type(torch.get_default_dtype()), set_type(dtype))
+    found, set_type = torch.get_default_dtype(), torch.set_default_dtype
+    types = put_back(partial(set_type, found), partial(set_type, dtype))
     with types, put_back(torch_modes()), torch.device(device):
         yield
 

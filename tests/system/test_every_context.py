@@ -88,7 +88,7 @@ CONTEXTS: dict[str, tuple[Callable[[], AbstractContextManager[Any]], list[Any]]]
     "signals_raise": (signals.signals_raise, [signal]),
     "lasting_streams": (output.lasting_streams, []),
     "gradient_mode": (lambda: torch_state.gradient_mode(True), [grad_mode]),
-    "made_on": (lambda: torch_state.made_on("meta", torch.float64), [_device]),
+    "tensor_defaults": (lambda: torch_state.tensor_defaults("meta", torch.float64), [_device]),
     "checkpoints_run_to_the_end": (torch_state.checkpoints_run_to_the_end, [checkpoint]),
     "own_random_state": (lambda: own_random_state(seed=1), []),
     "planned": (lambda: steps.planned({"first": 1.0}), []),
