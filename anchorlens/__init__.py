@@ -109,7 +109,6 @@ if TYPE_CHECKING:
     # results
     from .results.record import Record as Record
     from .results.record import Results as Results
-    from .results.record import load_record as load_record
     from .report.claims import claims as claims
     from .report.page import write_report as write_report
     from .results import figures as figures

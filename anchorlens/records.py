@@ -1,4 +1,4 @@
-"""The classes of results: what functions return and `al.load_record` reads."""
+"""The classes of results: what functions return and `al.Record.load` reads."""
 
 from typing import TYPE_CHECKING
 

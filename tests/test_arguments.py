@@ -22,6 +22,7 @@ import torch
 import anchorlens as al
 from anchorlens.contexts import hard_prompts
 from anchorlens.errors import ArgumentError
+from anchorlens.results.saved import Saved
 from anchorlens.system.arguments import as_hint, checked
 from tests.attack.attack_scene import Scene, scene
 from tests.support.public import public
@@ -36,7 +37,7 @@ NOT_CALLED_BY_USERS = {
 NOT_OF_USERS = (BaseException, Enum, al.prompts.EdgeSet, al.contexts.KeyValues)
 MADE_BY_THE_PACKAGE = (
     *(al.Record, al.records.PromptFlows, al.records.AnswerFlows, al.records.Claim, al.Results),
-    *(al.records.GenerationTrace, al.contexts.CompressedContext, al.contexts.PrefixContext),
+    *(al.records.GenerationTrace, al.contexts.StoredContext),
     *(al.contexts.ReweightedContext, al.contexts.QueryPass, al.PromptBatch, al.prompts.EdgeSet),
     *(al.reads.Block, al.reads.Seen),
 )
@@ -82,7 +83,7 @@ def _of(name: str, value: Any) -> dict[str, Callable[..., Any]]:
         return {}
     methods: dict[str, Any] = {
         f"{name}.{key}": getattr(value, key)
-        for key in vars(value)
+        for key in (*vars(value), *(vars(Saved) if Saved in value.__bases__ else ()))
         if key[0] != "_" and key not in NOT_CALLED_BY_USERS
     }
     if not issubclass(value, MADE_BY_THE_PACKAGE):

@@ -33,7 +33,7 @@ def public_classes() -> set[type]:
     """Classes of which people have instances; protocols and errors are not."""
     kinds = {value for value in public().values() if isinstance(value, type)}
     without = {kind for kind in kinds if Protocol in kind.__bases__ or issubclass(kind, Exception)}
-    return kinds - without - {al.Record, al.Metric, al.Question}
+    return kinds - without - {al.Record, al.Metric, al.Question, al.contexts.StoredContext}
 
 
 def all_records(**changes: Any) -> list[al.Record]:

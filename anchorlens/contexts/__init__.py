@@ -11,7 +11,6 @@ if TYPE_CHECKING:
     from . import selection as selection
     from .compressed import CompressedContext as CompressedContext
     from .hard_prompt import HardPrompt as HardPrompt
-    from .load import load_context as load_context
     from .peft import context_from_peft as context_from_peft
     from .peft import context_to_peft as context_to_peft
     from .prefix import PrefixContext as PrefixContext
@@ -23,6 +22,7 @@ if TYPE_CHECKING:
     from .reweighted import reweight_demonstrations as reweight_demonstrations
     from .reweighted import train_reweighting as train_reweighting
     from .soft_prompt import SoftPrompt as SoftPrompt
+    from .stored import StoredContext as StoredContext
     from .training import Trainable as Trainable
     from .training import Training as Training
     from .training import TrainingRecord as TrainingRecord

@@ -7,30 +7,25 @@ records in them, and as json the class, numbers, texts and ``info``.
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from inspect import isclass
-from pathlib import Path
 from textwrap import shorten
-from typing import Any, TypeVar, get_args, get_type_hints
+from typing import Any, Self, get_args, get_type_hints
 
 import torch
 from jaxtyping import Int, jaxtyped
 from torch import Tensor
 
-from ..errors import StoreError
 from ..models.kv_cache import KeyValues
 from ..printable import printable
-from ..results.record import Record, kind_of_file
+from ..results.record import Record
+from ..results.saved import Saved
 from ..results.text_frame import table, titled
-from ..system.arguments import checked
-from ..system.digest_file import read_with_digest, to_bytes_with_digest
-from ..system.files import write_atomically
+from ..system.digest_file import Sealed
 from ..system.texts import KeepsRepr
 from .protocol import Context
 
-_C = TypeVar("_C", bound="StoredContext")
-
 
 @dataclass(frozen=True, eq=False, repr=False, kw_only=True)
-class StoredContext(KeepsRepr, Context):
+class StoredContext(KeepsRepr, Saved, Context):
     """Keys and values before a query; the fields of subclasses are stored with them."""
 
     prefix: KeyValues
@@ -69,16 +64,10 @@ class StoredContext(KeepsRepr, Context):
         """Whether the keys stand at the positions 0, 1, ... and the query after them."""
         return True
 
-    @checked
-    def save(self, path: str | Path) -> Path:
-        """Write the context into one safetensors file, for ``load_context``; returns the path.
-
-        Raises:
-            StoreError: Json cannot hold ``info``, or the file cannot be written.
-        """
+    def _parts(self) -> Sealed:
         tensors = {f"key.{n}": keys for n, keys in enumerate(self.prefix.keys)}
         tensors |= {f"value.{n}": values for n, values in enumerate(self.prefix.values)}
-        header: dict[str, Any] = {"class": type(self).__name__, "info": self.info}
+        header: dict[str, Any] = {"info": self.info}
         for name in self._own_fields():
             match getattr(self, name):
                 case Tensor() as value:
@@ -90,37 +79,16 @@ class StoredContext(KeepsRepr, Context):
                 case None:
                     pass
                 case _:
-                    raise StoreError(
-                        f"{path} is not written: {name} must be a tensor, record, text or whole "
-                        "number; put others into info"
+                    raise ValueError(
+                        f"{name} must be a tensor, record, text or whole number; put others into "
+                        "info"
                     )
-        write_atomically(Path(path), to_bytes_with_digest({"context": header}, tensors))
-        return Path(path)
+        return header, tensors
 
     @classmethod
-    @checked
-    def load(cls: type[_C], path: str | Path) -> _C:
-        """Read a context of this class that ``save`` wrote; ``load_context`` reads any.
-
-        Raises:
-            StoreError: The file cannot be read, is damaged, or holds something else.
-        """
-        header, stored = read_with_digest(path)
-        if (kind := kind_of_file(header)) != cls.__name__:
-            reader = "contexts.load_context" if "context" in header else "load_record"
-            raise StoreError(f"{path} holds a {kind}, not a {cls.__name__}; use al.{reader}")
-        try:
-            return cls._of_file(header["context"], stored)
-        except (AttributeError, KeyError, TypeError, ValueError, IndexError) as error:
-            raise StoreError(
-                f"{path} does not hold what a {cls.__name__} of this version holds ({error!r}); "
-                "make the context again and save that"
-            ) from error
-
-    @classmethod
-    def _of_file(cls: type[_C], header: Mapping[str, Any], stored: Mapping[str, Tensor]) -> _C:
-        rest = dict(stored)
-        layers = range(sum(name.startswith("key.") for name in stored))
+    def _of_parts(cls, given: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> Self:
+        rest = dict(tensors)
+        layers = range(sum(name.startswith("key.") for name in tensors))
         keys, values = ([rest.pop(f"{kind}.{n}") for n in layers] for kind in ("key", "value"))
         hints = get_type_hints(cls)
         own: dict[str, Any] = {}
@@ -134,7 +102,7 @@ class StoredContext(KeepsRepr, Context):
                 parts: dict[str, Any] = {n.removeprefix(begin): rest.pop(n) for n in names}
                 own[name] = kinds[0](**parts) if parts else None
             else:
-                own[name] = rest.pop(name) if name in rest else header[name]
+                own[name] = rest.pop(name) if name in rest else given[name]
         if rest:
             raise ValueError(f"it has no fields for the tensors {sorted(rest)}")
         with jaxtyped("context"):  # so that an axis is as long in all fields
@@ -146,7 +114,7 @@ class StoredContext(KeepsRepr, Context):
         same = {(states[0].dtype, 4, 1, keys[0].shape[2])}
         if shapes != same or not states[0].is_floating_point():
             raise ValueError("keys and values of several types or shapes")
-        context = cls(prefix=cls._key_values(keys, values, own), info=dict(header["info"]), **own)
+        context = cls(prefix=cls._key_values(keys, values, own), info=dict(given["info"]), **own)
         context._check_loaded()
         return context
 

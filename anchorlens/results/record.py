@@ -1,11 +1,10 @@
 """Records of results, one or several by name: numbers with named axes and their intervals."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from functools import cache
 from itertools import product
-from pathlib import Path
-from typing import Any, ClassVar, TypeVar, get_type_hints
+from typing import Any, ClassVar, Self, get_type_hints
 
 import numpy as np
 import pandas as pd
@@ -14,24 +13,21 @@ import torch
 from jaxtyping import jaxtyped
 from torch import Tensor
 
-from ..errors import MetricError, StoreError
+from ..errors import MetricError
 from ..other_words import instead_of
 from ..printable import printable
 from ..prompts.segment_names import SEGMENTS
 from ..system.arguments import checked
 from ..system.devices import holds_numbers, with_numbers
-from ..system.digest_file import read_with_digest, to_bytes_with_digest
-from ..system.files import write_atomically
-from ..system.package import homes_of
+from ..system.digest_file import Sealed
 from ..system.texts import KeepsRepr, described
 from .answer import Answer
 from .contributions import Contributions
 from .estimate import Estimate, axes_in_short, values_in_short
 from .kind import Derived, Kind, Mean, kinds_of, mean_over_sets, number_of_draws
+from .saved import Saved
 from .text_frame import folded, note, table, titled
 
-_R = TypeVar("_R", bound="Record")
-_T = TypeVar("_T")
 _BOUNDS = "intervals."  # before the name of a field, in a file
 # In ``info``: numbers of models of the same architecture with random weights, a list by field.
 RANDOM_MODELS = "of_random_models"
@@ -40,7 +36,7 @@ _MAIN_NUMBERS = 3  # of a record, in the table of several
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
-class Record(KeepsRepr):
+class Record(KeepsRepr, Saved):
     """Numbers of one analysis. Tensor fields name their axes in their annotations.
 
     Attributes:
@@ -145,7 +141,7 @@ class Record(KeepsRepr):
 
     @classmethod
     @checked
-    def of(cls: type[_R], contributions: Contributions, **given: Any) -> _R:
+    def of(cls, contributions: Contributions, **given: Any) -> Self:
         """The record of all contributions: each field from each set, then the mean over sets.
 
         Args:
@@ -272,51 +268,17 @@ class Record(KeepsRepr):
         """The record as a figure; every record of this package has one."""
         raise MetricError(f"{type(self).__name__} has no plot; define one, or use to_frame()")
 
-    @checked
-    def save(self, path: str | Path) -> Path:
-        """Write the record into one safetensors file, with ``info`` as json, and return its path.
-
-        Files of equal records are equal byte for byte, and hold a digest of their contents.
-
-        Raises:
-            StoreError: ``info`` is no json, a tensor does not fit its field, or writing failed.
-
-        Examples:
-            >>> result = al.run(model, batches, [al.Accuracy()], progress=False)["accuracy"]
-            >>> same = al.records.AccuracyRecord.load(result.save(folder / "result.safetensors"))
-            >>> bool(same.accuracy == result.accuracy)
-            True
-        """
-        path = Path(path)
+    def _parts(self) -> Sealed:
         if reason := self.misfit():
-            raise StoreError(
-                f"{path} is not written: this is no valid {type(self).__name__}: {reason}"
-            )
+            raise ValueError(reason)
         bounds = {f"{_BOUNDS}{name}": bound for name, bound in self.intervals.items()}
-        header = {"record": type(self).__name__, "info": dict(self.info)}
-        write_atomically(path, to_bytes_with_digest(header, self.tensors() | bounds))
-        return path
+        return {"info": dict(self.info)}, self.tensors() | bounds
 
     @classmethod
-    @checked
-    def load(cls: type[_R], path: str | Path) -> _R:
-        """Read a record that ``save`` wrote.
-
-        Raises:
-            StoreError: The file cannot be read, is damaged, or holds another kind of record.
-        """
-        header, stored = read_with_digest(path)
-        if header.get("record") != cls.__name__:
-            raise StoreError(
-                f"{path} holds a {kind_of_file(header)}, not a {cls.__name__}; use al.load_record, "
-                "or al.contexts.load_context for a context"
-            )
-        return cls._restored(path, header.get("info"), stored)
-
-    @classmethod
-    def _restored(cls: type[_R], path: str | Path, info: Any, stored: Mapping[str, Tensor]) -> _R:
-        values = {name: value for name, value in stored.items() if not name.startswith(_BOUNDS)}
-        bounds = {name[len(_BOUNDS) :]: stored[name] for name in stored if name not in values}
+    def _of_parts(cls, given: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> Self:
+        values: dict[str, Any] = {n: tensors[n] for n in tensors if not n.startswith(_BOUNDS)}
+        bounds = {n.removeprefix(_BOUNDS): tensors[n] for n in tensors if n not in values}
+        info = given.get("info")
         if not isinstance(info, dict):
             reason = f"its info is a {type(info).__name__}, not a dict"
         elif not isinstance(info.get("labels") or [], list):  # None in prompts without label words
@@ -325,13 +287,9 @@ class Record(KeepsRepr):
             reason = f"it has the fields {sorted(values)}, not {sorted(cls.axes())}"
         else:
             record = cls(**values, intervals=bounds, info=info)
-            reason = record.misfit()
-            if not reason:
+            if not (reason := record.misfit()):
                 return record
-        raise StoreError(
-            f"{path} does not hold what a {cls.__name__} of this version holds: {reason}; compute "
-            "the result again and save it"
-        )
+        raise ValueError(reason)
 
     def misfit(self) -> str:
         """Which tensor does not fit the annotation of its field, and how; "" if all fit."""
@@ -351,61 +309,6 @@ class Record(KeepsRepr):
                 got = described(bounds)
                 return f"the interval of {name} is {got}, but expected floats {expected}"
         return ""
-
-
-def kind_of_file(header: Mapping[str, Any]) -> str:
-    """The class of the record or the context in a file with this header."""
-    if "adapter" in header:
-        return "peft adapter"
-    if "context" not in header:
-        return str(header.get("record"))
-    context = header["context"]
-    return str(context.get("class", "CompressedContext") if isinstance(context, dict) else None)
-
-
-@checked
-def load_record(path: str | Path) -> Record:
-    """Read a file that any record's ``Record.save`` wrote, as a record of the same class.
-
-    A class of your own is known once it is defined.
-
-    Raises:
-        StoreError: The file cannot be read, is damaged, or holds no record of a known class.
-
-    Examples:
-        >>> result = al.run(model, batches, [al.Accuracy()], progress=False)["accuracy"]
-        >>> type(al.load_record(result.save(folder / "result.safetensors"))).__name__
-        'AccuracyRecord'
-    """
-    header, stored = read_with_digest(path)
-    name = header.get("record")
-    if name is None:
-        raise StoreError(
-            f"{path} holds no record; expected a file that save of a record wrote (use "
-            "al.contexts.load_context for a context)"
-        )
-    if home := homes_of(__name__.partition(".")[0]).get(name):
-        getattr(home, name)  # imports the module that defines it
-    # A notebook cell that runs again defines its class again: the last definition counts.
-    named = [kind for kind in classes_of(Record) if kind.__name__ == name]
-    kinds = {(kind.__module__, kind.__qualname__): kind for kind in named}
-    if not kinds:
-        raise StoreError(
-            f"{path} holds a {name}, a class that is not known here; import the module that "
-            f"defines it, or use {name}.load(path)"
-        )
-    if len(kinds) > 1:
-        modules = ", ".join(sorted(module for module, _ in kinds))
-        raise StoreError(f"{path} holds one of several classes {name}, in {modules}; load by one")
-    (kind,) = kinds.values()
-    return kind._restored(path, header.get("info"), stored)
-
-
-def classes_of(kind: type[_T]) -> Iterator[type[_T]]:
-    """A class and all its subclasses, in the order of their definitions."""
-    yield kind
-    for subclass in kind.__subclasses__():
-        yield from classes_of(subclass)
 
 
 def meaning_of(kind: type[Record]) -> str:

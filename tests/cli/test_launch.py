@@ -116,5 +116,5 @@ def test_two_processes_write_the_same_as_one(
     assert names == {path.relative_to(tmp_path / "two") for path in (tmp_path / "two").rglob("*.*")}
     for name in names:
         if name.suffix == ".safetensors" and "rows" not in name.parts:
-            of_two, of_one = (al.load_record(tmp_path / each / name) for each in ("two", "one"))
+            of_two, of_one = (al.Record.load(tmp_path / each / name) for each in ("two", "one"))
             assert same(of_two, of_one)

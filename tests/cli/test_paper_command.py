@@ -43,7 +43,7 @@ def test_paper_writes_records_tables_and_report(done: Any, byte_level: Any, tmp_
         "emotions (other settings)": ["isolation", "5_directions", "10_directions"],
     }
     assert stored == {f"{task}/{n}.safetensors" for task, names in records.items() for n in names}
-    record = al.load_record(tmp_path / "emotions" / "accuracies.safetensors")
+    record = al.Record.load(tmp_path / "emotions" / "accuracies.safetensors")
     assert record.info["methods"][0] == "vanilla" and record.info["seeds"] == [-(2**70)]
     settings = json.loads((tmp_path / "settings.json").read_text())
     assert settings["tasks"] == ["emotions"] and settings["appendix"] is True

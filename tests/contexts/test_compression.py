@@ -184,7 +184,7 @@ def test_what_is_stored_tells_separate_demonstrations_apart(gpt2: Any, tmp_path:
         assert f"placement as_in_prompt{text}; " in repr(context)
     damaged = replace(context, info={**context.info, "separately": 1})
     with pytest.raises(StoreError, match="does not say whether demonstrations were run separately"):
-        al.contexts.load_context(damaged.save(tmp_path / "context.safetensors"))
+        al.contexts.StoredContext.load(damaged.save(tmp_path / "context.safetensors"))
 
 
 @pytest.mark.every_kind

@@ -95,7 +95,7 @@ def test_parts_of_scores_need_what_each_layer_adds(hybrid: Any, batches: Any) ->
 
 def test_a_stored_record_keeps_its_gaps(results: Any, tmp_path: Any) -> None:
     record = results["saliency_flows"]
-    same = al.load_record(record.save(tmp_path / "flows.safetensors"))
+    same = al.Record.load(record.save(tmp_path / "flows.safetensors"))
     assert same.flows.isnan().all(1).tolist() == [True, False, True, False]
     assert same.info["layers_without_pattern"] == OTHERS
 

@@ -258,7 +258,7 @@ def test_trained_contexts_refuse_queries_beyond_the_switch(kind: str, tmp_path: 
         TRAIN[kind](model, batches[:3], held_out=batches[3:], length=2, **options)
     near = [batch for batch, length in zip(batches, lengths, strict=True) if length + 2 <= 34]
     context = TRAIN[kind](model, near[:1], held_out=near[1:2], length=2, **options)
-    loaded = al.contexts.load_context(context.save(tmp_path / "context.safetensors"))
+    loaded = al.contexts.StoredContext.load(context.save(tmp_path / "context.safetensors"))
     assert torch.equal(context.logits(model, near[0]), loaded.logits(model, near[0]))
 
 

@@ -180,7 +180,7 @@ def test_it_is_text_frame_and_html(found: al.records.AcrossModelsRecord, tmp_pat
     assert number.reason == "the whole interval is below 2"
     html = found._repr_html_()
     assert "<b>unable" not in html and "✗ 1.00" in html and Parsed(html)
-    same = al.load_record(found.save(tmp_path / "claims.safetensors"))
+    same = al.Record.load(found.save(tmp_path / "claims.safetensors"))
     assert str(same) == text and same.to_frame().equals(frame)
 
 

@@ -223,7 +223,7 @@ def test_every_record_is_drawn_and_saved_with_and_without_intervals(tmp_path: Pa
             assert figure.layout.title.text, name
             # A single number stands in a sentence.
             assert bool(figure.data) != isinstance(record, al.records.AccuracyRecord), name
-            assert_same(al.load_record(shown.save(tmp_path / name)), shown, 0)
+            assert_same(al.Record.load(shown.save(tmp_path / name)), shown, 0)
 
 
 @pytest.fixture(scope="module")

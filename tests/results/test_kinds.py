@@ -18,7 +18,7 @@ from anchorlens.results.bootstrap import with_intervals
 from anchorlens.results.estimate import Estimate
 from anchorlens.results.intervals import of_ratio, over_sets_of_ratios
 from anchorlens.results.population import population_of
-from anchorlens.results.record import classes_of
+from anchorlens.results.saved import classes_of
 from tests.references.nulls import jackknife
 from tests.support.public import public
 

@@ -127,7 +127,7 @@ VALUES = torch.tensor([1.0, 2.0])
 def test_a_record_is_read_where_its_class_was_not_used_yet(tmp_path: Path) -> None:
     record = al.records.AccuracyRecord(accuracy=torch.tensor(0.5), correct=torch.tensor([0.0, 1.0]))
     path = str(record.save(tmp_path / "record.safetensors"))
-    code = f"import anchorlens as al; print(type(al.load_record({path!r})).__name__)"
+    code = f"import anchorlens as al; print(type(al.Record.load({path!r})).__name__)"
     command = [sys.executable, "-c", code]
     printed = subprocess.run(command, capture_output=True, text=True, check=True).stdout
     assert printed == "AccuracyRecord\n"
@@ -144,7 +144,7 @@ def test_a_record_is_read_where_its_class_was_not_used_yet(tmp_path: Path) -> No
 )
 def test_a_loaded_record_equals_the_saved_one(record: al.Record, tmp_path: Path) -> None:
     path = record.save(tmp_path / "record.safetensors")
-    for loaded in (type(record).load(path), al.load_record(path)):
+    for loaded in (type(record).load(path), al.Record.load(path)):
         assert_same(loaded, record, 0)
         assert loaded.info == record.info and loaded.to_frame().equals(record.to_frame())
 
@@ -192,10 +192,10 @@ def record_class_in(module: str) -> type[al.Record]:
 def test_a_class_that_is_defined_again_replaces_the_first(tmp_path: Path) -> None:
     first, second = record_class_in("notebook"), record_class_in("notebook")
     path = first().save(tmp_path / "record.safetensors")
-    assert type(al.load_record(path)) is second
+    assert type(al.Record.load(path)) is second
     third = record_class_in("another_notebook")
     with pytest.raises(StoreError, match=r"several classes Twice, in another_notebook, notebook"):
-        al.load_record(path)
+        al.Record.load(path)
     assert type(third.load(path)) is third
 
 

@@ -404,7 +404,7 @@ def trained(s: Scene, train: Callable[..., Any], name: str, **options: Any) -> l
 
 def saved(s: Scene, context: Any, name: str) -> list[Any]:
     """Logits after a context, and after what is loaded from its file."""
-    loaded = al.contexts.load_context(context.save(s.folder / f"{name}.safetensors"))
+    loaded = al.contexts.StoredContext.load(context.save(s.folder / f"{name}.safetensors"))
     return [each.logits(s.model, s.batch) for each in (context, loaded)]
 
 
@@ -472,7 +472,7 @@ FURTHER: dict[str, Callable[[Scene], Any]] = {
     "caches on the CPU": lambda s: caches(s, device="cpu"),
     **{"sweep of windows": sweep_of_windows, "pictures": pictures},
     **{"stored rows": stored_rows, "report": report},
-    "records": lambda s: al.load_record(s.run(al.Accuracy())["accuracy"].save(s.folder / "one")),
+    "records": lambda s: al.Record.load(s.run(al.Accuracy())["accuracy"].save(s.folder / "one")),
     "compressed": lambda s: saved(s, al.compress(s.model, s.batch), "compressed"),
     "placed": compressed(
         select=al.contexts.selection.label_words, positions=al.contexts.placement.as_in_prompt

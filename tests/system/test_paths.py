@@ -16,8 +16,9 @@ from tests.test_arguments import _parameters, public_functions
 FUNCTIONS, FLIPPED = public_functions(), al.prompts.relabeling.flipped()
 # Each public function that takes a path, called with it.
 CALLS: dict[str, Any] = {
-    "Record.load": lambda s, p: al.records.SaliencyFlowsRecord.load(p),
     "Record.save": lambda s, p: s.results["saliency_flows"].save(p),
+    "StoredContext.load": lambda s, p: al.contexts.StoredContext.load(p),
+    "StoredContext.save": lambda s, p: s.prefix.save(p),
     "Training": lambda s, p: al.train_prefix(
         s.model,
         s.batches[:1],
@@ -36,10 +37,9 @@ CALLS: dict[str, Any] = {
     "label_dependence": lambda s, p: al.label_dependence(
         s.model, s.task, s.demos, s.queries, {"all": FLIPPED}, folder=p, **QUICK
     ),
-    "load_context": lambda s, p: al.contexts.load_context(p),
     "load_examples": lambda s, p: al.load_examples(p),
     "load_model": lambda s, p: al.load_model(str(p)),
-    "load_record": lambda s, p: al.load_record(p),
+    "Record.load": lambda s, p: al.Record.load(p),
     "paper": lambda s, p: al.paper(
         s.model, {"questions": (s.examples, s.examples)}, queries=12, depth=1, folder=p, **QUIET
     ),
@@ -59,7 +59,8 @@ def test_every_public_function_that_takes_a_path_is_listed() -> None:
         for name, function in FUNCTIONS.items()
         if any("Path" in str(hint) for hint in _parameters(function).values())
     }
-    assert taking | {"load_model"} == CALLS.keys()  # whose source is a path among others
+    # The source of a model is a path among others.
+    assert taking | {"load_model"} == CALLS.keys()
 
 
 @pytest.mark.slow_cases("many passes", "Record.load", "paper", "write_report")
