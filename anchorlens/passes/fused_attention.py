@@ -29,6 +29,7 @@ from ..models.hooked import Hook, HookedModel, names_of_layers, scores_name, z_n
 from ..models.replaced_attention import Attend, Heads, SeenKeys, SharedHeads, Terms, is_skipped
 from ..prompts.batch import PromptBatch
 from ..system.row_pieces import row_slices
+from ..system.steps import pass_shown
 from .memory import return_freed_memory
 from .provide import SumsObserver
 from .running import by_point, points_of_operands
@@ -75,6 +76,12 @@ def fused_attention(
     if {point for point, _ in observing} - {point for of_layer in points for point in of_layer}:
         raise ModelError("a hook observes the attention, and neither its queries nor its keys")
     acts, observe = by_point(acting), by_point(observing)
+    show, layers = pass_shown(), model.cfg.n_layers
+
+    def use_rows(number: int, rows: slice, *of_rows: Any) -> None:
+        if rows.start == 0:
+            show(f"layer {number + 1} of {layers}, gradient")
+        use(number, rows, *of_rows)
 
     def use_taps(number: int, scale: float, query: Tensor, *others: Tensor) -> None:
         from .flow_kernel import key_class_sums
@@ -91,6 +98,7 @@ def fused_attention(
     def attend(
         number: int, query: Heads, key: SharedHeads, value: SharedHeads, terms: Terms
     ) -> Heads:
+        show(f"layer {number + 1} of {layers}")
         return_freed_memory()
         for point, heads in zip(points[number], (query, key), strict=True):
             for act in observe.get(point, ()):
@@ -106,7 +114,7 @@ def fused_attention(
             operands = query.detach(), key.detach(), value.detach()
             z = FlowTap.apply(z, *operands, partial(use_taps, number, terms.scale))
         else:
-            z = RowAttention.apply(query, key, value, terms, partial(use, number))
+            z = RowAttention.apply(query, key, value, terms, partial(use_rows, number))
         for detach in acts.get(z_name(number), ()):
             z = detach(z.transpose(1, 2), hook=None).transpose(1, 2)  # type: ignore[union-attr]
         return z

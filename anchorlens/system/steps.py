@@ -5,10 +5,11 @@
 3. With each update the bar says how much of all work is done and how long the rest takes: as long
    for each unit of cost as what has run so far. What happens before the first bar, such as
    comparisons of a new model, happens once and says nothing of the rest.
+4. A pass that takes long says in the bar that is shown how far it is (``pass_shown``).
 """
 
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from functools import partial
@@ -97,6 +98,7 @@ class Step:
 
 
 _running: ContextVar[Step | None] = ContextVar("the step that runs", default=None)
+_shown: ContextVar["Bar | None"] = ContextVar("the bar that is shown", default=None)
 
 
 @safe_context
@@ -144,7 +146,15 @@ class Bar(tqdm):
             whole.bar = self.step.bar = self
             title = self.step.title()
         super().__init__(desc=printable(title), **options)
-        self.begun, self.is_updated = perf_counter(), False
+        self.begun, self.is_updated, self.of_all = perf_counter(), False, ""
+        self.before = _shown.get()
+        if not self.disable:
+            _shown.set(self)
+
+    def close(self) -> None:
+        if _shown.get() is self:
+            _shown.set(self.before)
+        super().close()
 
     def left(self) -> float | None:
         """Seconds to its end; None before its first update, or without a total."""
@@ -166,7 +176,8 @@ class Bar(tqdm):
             return
         seconds = whole.elapsed + left
         share, rest = whole.elapsed / (seconds or 1), self.format_interval(left)
-        self.set_postfix_str(f"all: {100 * share:.0f}%, {rest} left", refresh=False)
+        self.of_all = f"all: {100 * share:.0f}%, {rest} left"
+        self.set_postfix_str(self.of_all, refresh=False)
         told = whole.told
         if told is None:
             is_news = seconds > _SHORT_TIME
@@ -178,6 +189,14 @@ class Bar(tqdm):
             self.write(words, file=sys.stderr)
             whole.told = seconds
         self.is_updated = True
+
+
+def pass_shown() -> Callable[[str], None]:
+    """What shows in the bar, if there is one now, how far the pass that runs is."""
+    bar = _shown.get()  # now, because a backward pass may run in a thread without it
+    if bar is None:
+        return lambda text: None
+    return lambda text: bar.set_postfix_str(", ".join(filter(None, (bar.of_all, text))))
 
 
 def time_in_words(seconds: int | float) -> str:

@@ -1,5 +1,6 @@
 """The bar of a run counts prompts, stored ones are done before it begins, and steps have names."""
 
+import re
 from typing import Any
 
 import pytest
@@ -45,12 +46,15 @@ def test_the_bar_counts_prompts(gpt2: Any, capsys: Any) -> None:
     assert "prompts/s" in capsys.readouterr().err
 
 
-def test_long_prompts_run_and_count_one_at_a_time(
-    gpt2: Any, monkeypatch: pytest.MonkeyPatch
+def test_long_prompts_run_and_count_one_at_a_time_and_their_layers(
+    gpt2: Any, monkeypatch: pytest.MonkeyPatch, capsys: Any
 ) -> None:
     monkeypatch.setattr(way, "LARGE", 0)
     bar = bar_of(gpt2, al.SaliencyFlows())
     assert (bar.done, bar.total) == ([1, 2, 3, 4, 5], 5)
+    layers = re.findall("layer ([^]]*)", capsys.readouterr().err.partition("1/5")[0])
+    on, back = ([f"{k} of 3{end}" for k in (1, 2, 3)] for end in ("", ", gradient"))
+    assert list(dict.fromkeys(layers)) == on + back[::-1] and steps._shown.get() is None
 
 
 @pytest.mark.slow("many passes")
