@@ -9,7 +9,6 @@ from datetime import date
 from html import unescape
 from inspect import cleandoc
 from itertools import takewhile
-from math import isnan
 from pathlib import Path
 from typing import Any
 
@@ -473,11 +472,9 @@ def _frame(record: Record) -> pd.DataFrame:
 
 def _text(column: str, value: Any, *, is_counted: bool) -> tuple[str, str]:
     """The text of a cell, and of a number all digits, by which it is sorted and downloaded."""
-    if not isinstance(value, float):
-        return str(value), ""
-    if isnan(value):
+    if pd.isna(value):
         return "", ""
     if column not in _NUMERIC:
-        return f"{value:.0f}", ""
+        return str(value), ""
     is_whole = column == "value" and is_counted
     return (f"{value:.0f}" if is_whole else in_digits(value)), f"{value:.6g}"

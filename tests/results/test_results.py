@@ -100,6 +100,8 @@ def test_a_table_contains_each_number_once() -> None:
     assert (row["value"], row["low"], row["high"]) == pytest.approx((0.5, 0.4, 0.6))
     assert frame[frame.quantity == "each"].set_index("prompt").value.to_dict() == {0: 8.0, 1: 9.0}
     assert frame[frame.quantity == "confusion"].value.isna().sum() == 2
+    # Whole numbers, although other quantities have no layer.
+    assert [*map(str, frame.layer.dropna().unique())] == ["0", "1", "2"]
 
 
 def test_numbers_of_random_weights_are_rows_with_the_number_of_the_draw() -> None:
