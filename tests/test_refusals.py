@@ -454,6 +454,8 @@ ROWS: list[tuple[str, Any, str]] = [
     ("build_segments", [], "prompts is a list of prompts"),
     ("build_segments", [[]], r"prompt 0 must be a list of \(name, text\)"),
     ("build_segments", [[("", "a")]], r"prompt 0 must be a list of \(name, text\)"),
+    ("build_segments", [[("Who is it?\n", "a")]], r"a list of \(name, text\).*without spaces"),
+    ("build_segments", [[("a" * 101, "a")]], r"a list of \(name, text\).*100 characters"),
     ("build_segments", [[("a", "")]], r"prompt 0 has no text; got \[\('a', ''\)\]"),
     ("build_segments", [[(None, "a")]], "prompt 0 has no piece with a name"),
     ("build_segments", [[("a", "x"), ("b", "")]], "the piece '' of segment 'b' in prompt 0 has no"),

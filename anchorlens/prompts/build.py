@@ -4,6 +4,8 @@ A prompt is written as pieces of text, whose tokens ``label_positions.py`` finds
 length stand together, and a batch takes the next few of them and pads them to the longest.
 """
 
+import re
+import reprlib
 from collections.abc import Sequence
 from dataclasses import replace
 from itertools import chain
@@ -28,6 +30,7 @@ from .token_texts import tokenizer_with_offsets
 from .verbalizer import Verbalizer
 
 TextPiece = tuple[str | None, str]
+_NAME = re.compile(r"\S(.{0,98}\S)?")  # of a segment
 
 
 @checked
@@ -246,9 +249,11 @@ def _prompt_of_pieces(
     number: int,
     control: ControlTokens,
 ) -> _Prompt:
-    if not pieces or any(name == "" for name, _ in pieces):
+    # What does not look like a name is a text in its place.
+    if not pieces or not all(name is None or _NAME.fullmatch(name) for name, _ in pieces):
         raise PromptError(
-            f"prompt {number} must be a list of (name, text) or (None, text); got {pieces!r}"
+            f"prompt {number} must be a list of (name, text) or (None, text), a name on one line "
+            f"without spaces around it, of up to 100 characters; got {reprlib.repr(pieces)}"
         )
     if not any(text for _, text in pieces):
         raise PromptError(f"prompt {number} has no text; got {pieces!r}")
