@@ -248,11 +248,6 @@ class EdgeSums:
         return together
 
 
-def by_heads(sums: Float[Tensor, "batch layer _ *sets"]) -> dict[str, Tensor]:
-    """What each prompt contributes to flows: the merged sums, and those of each head."""
-    return {"sums": sums[:, :, 0].clone(), "head_sums": sums[:, :, 1:].clone()}
-
-
 def is_product(weight: Callable[..., EdgeWeights]) -> bool:
     """Whether a weight is the absolute value of A dL/dA, summed over heads before it or after."""
     return weight is saliency or weight is saliency_of_heads
@@ -300,7 +295,7 @@ def try_weight(weight: Weight | WithValues, heads: int, batch: PromptBatch) -> N
     if isinstance(weight, WithValues):
         return  # values come from the model
     prompts, length = batch.tokens.shape
-    rows = next(pieces.row_slices(length - batch.first_query, prompts * heads * length))
+    rows, *_ = pieces.row_slices(length - batch.first_query, prompts * heads * length)
     a = torch.full(
         (prompts, heads, rows.stop, length), 1 / length, dtype=torch.float32, device="cpu"
     )

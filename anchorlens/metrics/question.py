@@ -17,9 +17,7 @@ from ..results.record import Record
 from ..system.arguments import checked
 from ..system.hook import Hook
 from ..system.texts import InOneLine
-from .edge_sums import EdgeSets, Segments, by_heads
-from .reads import Reads, Seen, Sums
-from .weights import Weight, WithValues
+from .reads import Reads, Seen
 
 HooksOfBatch = Callable[[PromptBatch], Sequence[Hook]]
 
@@ -165,33 +163,3 @@ class Metric(Question):
 
     def of_batch(self, passes: Any, batch: PromptBatch) -> dict[str, Tensor]:
         return self.contributions(batch, passes.seen(self))
-
-
-def flows_of_prompts(contributions: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """The mean weight of the edges of each prompt; NaN where it has none: 0 / 0."""
-    counts = contributions["counts"].double()[:, None]
-    sums, of_heads = contributions["sums"].double(), contributions["head_sums"].double()
-    return {"flow": sums / counts, "flow_of_heads": of_heads / counts[:, None]}
-
-
-class EdgeFlows(Metric):
-    """Sums of a weight over the edges that ``sets_of`` gives, and the number of these edges."""
-
-    if TYPE_CHECKING:  # an option of each class
-
-        @property
-        def weight(self) -> Weight | WithValues: ...
-
-    @abstractmethod
-    def sets_of(self, batch: PromptBatch) -> EdgeSets | Segments:
-        """Over which edges of a batch the weight is summed."""
-
-    def check(self, model: Any, batches: Sequence[PromptBatch], *, changed: bool) -> None:
-        for batch in batches:
-            self.sets_of(batch)
-
-    def reads(self, batch: PromptBatch) -> Reads:
-        return {"sums": Sums(self.weight, self.sets_of(batch))}
-
-    def contributions(self, batch: PromptBatch, seen: Seen) -> dict[str, Tensor]:
-        return {**by_heads(seen["sums"]), "counts": seen.counts("sums")}

@@ -1,9 +1,10 @@
 """The information flows S_wp, S_pq, S_ww by layer, or those along other sets of edges."""
 
+from abc import abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from math import nan
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import plotly.graph_objects as go
 import torch
@@ -23,9 +24,9 @@ from ..results.record import Record
 from ..system.arguments import checked
 from ..system.warn import warn_user
 from . import plots
-from .edge_sums import EdgeSets
-from .question import EdgeFlows, flows_of_prompts
-from .reads import Seen, Sums
+from .edge_sums import EdgeSets, Segments
+from .question import Metric
+from .reads import Reads, Seen, Sums
 from .weights import Weight, WithValues, saliency
 
 PAPER_FLOWS: Mapping[str, EdgesOfBatch] = {"wp": edges.wp, "pq": edges.pq, "ww": edges.ww}
@@ -34,6 +35,13 @@ _LEGEND = {
     "pq": "label word to target (S_pq)",
     "ww": "between other words (S_ww)",
 }
+
+
+def flows_of_prompts(contributions: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The mean weight of the edges of each prompt; NaN where it has none: 0 / 0."""
+    counts = contributions["counts"].double()[:, None]
+    sums, of_heads = contributions["sums"].double(), contributions["head_sums"].double()
+    return {"flow": sums / counts, "flow_of_heads": of_heads / counts[:, None]}
 
 
 def _parts(flows: Float[Tensor, "*unit layer flow"]) -> Float[Tensor, "*unit layer flow"]:
@@ -139,6 +147,34 @@ class SaliencyFlowsRecord(Record):
             height=220,
         ).update_yaxes(rangemode="tozero")
         return figures.stacked(read, shares, total)
+
+
+def by_heads(sums: Float[Tensor, "batch layer _ *sets"]) -> dict[str, Tensor]:
+    """What each prompt contributes to flows: the merged sums, and those of each head."""
+    return {"sums": sums[:, :, 0].clone(), "head_sums": sums[:, :, 1:].clone()}
+
+
+class EdgeFlows(Metric):
+    """Sums of a weight over the edges that ``sets_of`` gives, and the number of these edges."""
+
+    if TYPE_CHECKING:  # an option of each class
+
+        @property
+        def weight(self) -> Weight | WithValues: ...
+
+    @abstractmethod
+    def sets_of(self, batch: PromptBatch) -> EdgeSets | Segments:
+        """Over which edges of a batch the weight is summed."""
+
+    def check(self, model: Any, batches: Sequence[PromptBatch], *, changed: bool) -> None:
+        for batch in batches:
+            self.sets_of(batch)
+
+    def reads(self, batch: PromptBatch) -> Reads:
+        return {"sums": Sums(self.weight, self.sets_of(batch))}
+
+    def contributions(self, batch: PromptBatch, seen: Seen) -> dict[str, Tensor]:
+        return {**by_heads(seen["sums"]), "counts": seen.counts("sums")}
 
 
 @checked

@@ -22,8 +22,9 @@ from ..system.arguments import check_counts, checked
 from ..system.devices import beside, wide
 from ..system.texts import name_of
 from .edge_sums import Segments
-from .question import EdgeFlows, Metric, flows_of_prompts
+from .question import Metric
 from .reads import Block, Blocks, Reads, Seen
+from .saliency_flows import EdgeFlows, flows_of_prompts
 from .weights import Weight, WithValues, attention, saliency
 
 

@@ -158,18 +158,16 @@ class Observation:
         at_once = [each for each in self.of_rows if each not in later]
         of_values = any(VALUES in each.needs for each in later)
         values, first = dict[int, Tensor](), self.columns.start
-
-        @cache  # for all layers
-        def slices_of(batch: int, heads: int, queries: int, keys: int) -> list[slice]:
-            return [*row_slices(queries, batch * heads * keys)]
+        slices_of = cache(row_slices)  # the same for all layers
 
         def hand_on(
             to: Sequence[Observer], layer: int, pattern: Pattern, slope: Pattern, *values: Values
         ) -> None:
-            keys, whole = slice(0, pattern.shape[3]), [slice(0, pattern.shape[2])]
+            batch, heads, count, length = pattern.shape
+            keys, whole = slice(0, length), [slice(0, count)]
             for is_whole in (True, False):
                 if chosen := [each for each in to if each.is_whole == is_whole]:
-                    for rows in whole if is_whole else slices_of(*pattern.shape):
+                    for rows in whole if is_whole else slices_of(count, batch * heads * length):
                         queries = slice(first + rows.start, first + rows.stop)
                         given = pattern[:, :, rows], slope[:, :, rows], *values
                         self.use(chosen, layer, queries, keys, *given)

@@ -11,8 +11,9 @@ from torch import Tensor
 
 from ..errors import MetricError
 from ..metrics.accuracy import predicted_class
-from ..metrics.edge_sums import EdgeSums, by_heads
+from ..metrics.edge_sums import EdgeSums
 from ..metrics.question import Question
+from ..metrics.saliency_flows import by_heads
 from ..metrics.segments import SegmentFlows, SegmentFlowsRecord
 from ..metrics.weights import Pattern, Weight, refuse_values, signed
 from ..models.batch_hooks import WholeHook

@@ -1,6 +1,6 @@
 """Query rows in pieces of a bounded size."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 from torch import Tensor
 
@@ -13,18 +13,17 @@ PIECE = 2**21
 _STORED = 2**26  # bytes of the rows that are stored for the next layers
 
 
-def row_slices(queries: int, elements_of_a_row: int, at_least: int = 1) -> Iterator[slice]:
+def row_slices(queries: int, elements_of_a_row: int, at_least: int = 1) -> list[slice]:
     """Slices of query rows of at most ``PIECE`` elements, but of ``at_least`` rows.
 
     Examples:
-        >>> list(row_slices(5, 2**20))
+        >>> row_slices(5, 2**20)
         [slice(0, 2, None), slice(2, 4, None), slice(4, 5, None)]
-        >>> list(row_slices(5, 2**20, at_least=3))
+        >>> row_slices(5, 2**20, at_least=3)
         [slice(0, 3, None), slice(3, 5, None)]
     """
     count = max(at_least, PIECE // max(1, elements_of_a_row))
-    for start in range(0, queries, count):
-        yield slice(start, min(start + count, queries))
+    return [slice(k, min(k + count, queries)) for k in range(0, queries, count)]
 
 
 def stored_rows(rows_of: Callable[[slice, Device], Tensor]) -> Callable[[slice, Device], Tensor]:

@@ -11,8 +11,9 @@ from torch import Tensor
 
 import anchorlens as al
 from anchorlens.errors import MetricError
-from anchorlens.metrics.edge_sums import EdgeSets, EdgeSums, Segments, by_heads
+from anchorlens.metrics.edge_sums import EdgeSets, EdgeSums, Segments
 from anchorlens.metrics.edge_sums import row_pieces as pieces_of
+from anchorlens.metrics.saliency_flows import by_heads
 from anchorlens.passes import provide
 from anchorlens.prompts.edge_set import EdgeSet
 from anchorlens.runs import way as decision
