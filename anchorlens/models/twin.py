@@ -4,7 +4,7 @@
    each layer and configurations. All others are in both models.
 2. Before a run, or a pass alone, a copy takes what its module holds: parameters, buffers, settings.
 3. Each block, the unembedding and the attention of each layer hand what they get to the pass that
-   runs now (``Listener``).
+   runs now (``Interface``).
 """
 
 import copy
@@ -25,29 +25,11 @@ from .facts import own_fact
 from .hooked import attentions_of, is_of_low_precision
 from .kinds import config_of, head_of, is_bridge, modules_of, original_of
 from .model_state import HOOK_TABLES, has_user_hooks, without_user_hooks
-from .replaced_attention import Attend, Interface, registered
+from .native_pass import Interface, NativePass, parts_of, registered
 from .rotary import follows_the_prompts
 
 _numbers = count()
 _SETTINGS = frozenset((int, float, bool, str))  # types of what passes read
-
-
-@dataclass(frozen=True, eq=False)
-class Listener:
-    """What a pass does with the modules of a twin."""
-
-    attend: Attend  # computes the attention
-    # Get the forward of the module and its arguments; ``block`` also its layer.
-    block: Callable[[int, Callable[..., Any], Any, Any], Any]
-    unembed: Callable[[Any, Tensor], Any]  # gets the module itself
-    has_padding: bool | None  # whether a column is padding, if it is known
-
-
-def _in_no_pass(*args: Any) -> Any:
-    raise ModelError("the twin of a model runs outside of a pass")
-
-
-_NOBODY = Listener(_in_no_pass, _in_no_pass, _in_no_pass, None)
 
 
 class Twin:
@@ -56,7 +38,7 @@ class Twin:
     def __init__(self, model: Any) -> None:
         self.why, self.is_suspended, self.is_entered = "", False, False
         self.is_low = is_of_low_precision(model)
-        self._now, self._attention = _NOBODY, Interface(_in_no_pass, {})
+        self.parts, self._called = parts_of(model), Interface()
         self._name = f"anchorlens twin {next(_numbers)}"  # of the attention in its configurations
         self._twins: dict[int, Callable[[], Any]] = {}  # by the id of a module
         self._copies: list[_Copy] = []
@@ -82,10 +64,11 @@ class Twin:
         head = head_of(model)
         if head is None or None in (*blocks, *attentions.values()):
             raise ModelError("its blocks or its unembedding are not modules of transformers")
+        run = self._called.run_block
         forwards: dict[int, Any] = {
-            id(block): partial(self._run_block, layer) for layer, block in enumerate(blocks)
+            id(block): partial(run, layer) for layer, block in enumerate(blocks)
         }
-        forwards[id(head)] = lambda kind, made, resid: self._now.unembed(made, resid)
+        forwards[id(head)] = self._called.unembed
         own = {id(module) for module in (original, *attentions.values())} | forwards.keys()
         config = config_of(model)
         parts = [getattr(config, name, None) for name in config.sub_configs]
@@ -93,7 +76,7 @@ class Twin:
         self._other_configs = {*map(id, parts)} - {id(None), id(config.get_text_config())}
         self._configs: dict[int, Any] = {}
         self.model = self._twin_of(original, own, forwards)
-        self._attention.layers = {id(self._twins[id(m)]()): n for n, m in attentions.items()}
+        self._called.layers = {id(self._twins[id(m)]()): n for n, m in attentions.items()}
 
     def _twin_of(self, module: nn.Module, own: Any, forwards: Mapping[int, Any]) -> Any:
         """A copy of a module, where the bridge has wrappers inside; otherwise the module."""
@@ -129,37 +112,30 @@ class Twin:
             self._copies.append(_Copy(made, lambda: config, None, values))
         return self._configs[id(config)]
 
-    def _run_block(self, layer: int, kind: Any, block: Any, *args: Any, **kwargs: Any) -> Any:
-        return self._now.block(layer, partial(kind.forward, block), args, kwargs)
-
     def run(self, tokens: Tensor, **inputs: Any) -> Tensor:
         logits: Tensor = self.model(tokens, **inputs).logits
         return logits
 
     @safe_context
-    def hears(self, listener: Listener) -> Iterator[None]:
-        """Inside, ``listener`` hears of what runs."""
-        before = self._now
+    def hears(self, native: NativePass) -> Iterator[None]:
+        """Inside, the pass hears of what runs."""
+        before = self._called.native
         with nullcontext() if self.is_entered else self.entered():
             try:
-                self._listen(listener)
+                self._called.native = native
                 yield
             finally:  # where an interrupt skips it, the end of ``entered`` does it
-                self._listen(before)
-
-    def _listen(self, listener: Listener) -> None:
-        self._now, self._attention.attend = listener, listener.attend
-        self._attention.has_padding = listener.has_padding
+                self._called.native = before
 
     @safe_context
     def entered(self) -> Iterator[None]:
         """Inside, copies take what the model holds once, for any number of passes."""
-        was_entered, heard = self.is_entered, self._now
+        was_entered, heard = self.is_entered, self._called.native
         held = [dict(vars(each.made)) for each in self._copies]
 
         def restore() -> None:
             self.is_entered = was_entered
-            self._listen(heard)
+            self._called.native = heard
             for each, before in zip(self._copies, held, strict=True):
                 vars(each.made).clear()
                 vars(each.made).update(before)
@@ -169,7 +145,7 @@ class Twin:
             for each in self._copies:
                 each.fill(self._twins)
 
-        with put_back(restore, fill), registered(self._name, self._attention):
+        with put_back(restore, fill), registered(self._name, self._called):
             yield
 
     def suspended(self) -> SafeContext[None]:

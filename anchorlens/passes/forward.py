@@ -37,7 +37,7 @@ from ..models.kv_cache import (
 )
 from ..models.media_tokens import check_media_tokens, inputs_of_images, refuse_media_tokens
 from ..models.model_state import added_hooks
-from ..models.replaced_attention import Attend
+from ..models.native_pass import UNEMBED, Attend
 from ..prompts.batch import PromptBatch
 from ..system.checksum import row_sums
 from ..system.devices import holds_numbers, sent, wide
@@ -45,7 +45,7 @@ from ..system.texts import described
 from .blocks import BlockRuns, Checkpoints, Start, Starts
 from .loss_checks import continuations_of, refuse_other_losses, targets_of
 from .losses import LossOfBatch, WordCrossEntropy, columns_of
-from .running import UNEMBED, Inside, leaf_hook, running, twin_for
+from .running import leaf_hook, running, twin_for
 
 
 @dataclass(frozen=True, eq=False)
@@ -291,13 +291,10 @@ class Acting:
         self._checkpoints = saved = Checkpoints() if described.is_checkpointed else None
         observers = observers if saved is None else saved.observers(observers)
         parts = described.start, described.starts, saved
-        inside = Inside(
-            [*first, *changes, *observers, *last],
-            self._of_gradients,
-            described.attend,
-            None if parts == (None, None, None) else BlockRuns(*parts),
-        )
-        self._run, self.inside = running(model, batch, twin, inside)
+        blocks = None if parts == (None, None, None) else BlockRuns(*parts)
+        forward = [*first, *changes, *observers, *last]
+        acting = forward, self._of_gradients, described.attend, blocks
+        self._run, self.inside = running(model, batch, twin, *acting)
 
     def outputs(
         self, *, stores: bool = False, copies: list[Tensor] | None = None

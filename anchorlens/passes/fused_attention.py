@@ -26,13 +26,14 @@ from ..errors import ModelError
 from ..models.batch_hooks import DetachedHeads, EdgeHook
 from ..models.facts import OfAttention
 from ..models.hooked import Hook, HookedModel, names_of_layers, scores_name, z_name
-from ..models.replaced_attention import Attend, Heads, SeenKeys, SharedHeads, Terms, is_skipped
+from ..models.native_pass import Attend, Heads, SeenKeys, SharedHeads, Terms, by_point
+from ..models.replaced_attention import is_skipped
+from ..models.twin import twin_of
 from ..prompts.batch import PromptBatch
 from ..system.row_pieces import row_slices
 from ..system.steps import pass_shown
 from .memory import return_freed_memory
 from .provide import SumsObserver
-from .running import by_point, points_of_operands
 
 T = TypeVar("T")
 
@@ -72,7 +73,7 @@ def fused_attention(
         raise ModelError(
             "a hook acts inside the attention, and does not cut edges of the scores or detach heads"
         )
-    points = points_of_operands(model)  # of each layer
+    points = twin_of(model).parts.operands  # of each layer
     if {point for point, _ in observing} - {point for of_layer in points for point in of_layer}:
         raise ModelError("a hook observes the attention, and neither its queries nor its keys")
     acts, observe = by_point(acting), by_point(observing)

@@ -32,7 +32,8 @@ from ..models.hooked import (
 )
 from ..models.kinds import cached_heads, head_of, is_bridge
 from ..models.model_state import ModuleHook, added_hooks, replaced_methods
-from ..models.replaced_attention import Terms, attention_by
+from ..models.native_pass import Terms
+from ..models.replaced_attention import attention_by
 from ..models.tiny_pass import relative_difference, said_by
 from ..models.twin import twin_of
 from ..prompts.batch import PromptBatch

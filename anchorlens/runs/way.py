@@ -159,18 +159,14 @@ class _Given:
     def passes(self, beside: Sequence[Way]) -> str:
         """Whether passes are native; otherwise why all or some of them have hooks."""
         model, shortest = self.model, _shortest(self.batches)
-        *further, of_run = (
-            why_hooks_need_a_bridge(model, change(shortest), (), ()) for change in self.changes
-        )
+        why_bridge = partial(why_hooks_need_a_bridge, twin_of(model).parts)
+        *further, of_run = (why_bridge(change(shortest), (), ()) for change in self.changes)
         why_not = why_not_native(model) or (
             why_no_native_images(model) if _have_images(self.batches) else ""
         )
         reasons = chain(
             [why_not or twin_of(model).why_not_now(model), of_run],
-            (
-                why_hooks_need_a_bridge(model, (), each.hooks, each.backward_hooks)
-                for each in self.observed
-            ),
+            (why_bridge((), each.hooks, each.backward_hooks) for each in self.observed),
         )
         if reason := _first_reason(reasons):
             return f"with hooks: {reason}"

@@ -18,7 +18,8 @@ from anchorlens.models.batch_hooks import in_leading_tokens
 from anchorlens.models.hooked import Hook
 from anchorlens.models.kv_cache import shared_tokens
 from anchorlens.models.model_state import frozen_in_eval_mode
-from anchorlens.models.replaced_attention import Interface, attention_by
+from anchorlens.models.native_pass import Interface
+from anchorlens.models.replaced_attention import attention_by
 from anchorlens.passes.forward import run_pass, run_prefix
 from anchorlens.passes.fused_attention import run_fused
 from anchorlens.passes.provide import product_hooks

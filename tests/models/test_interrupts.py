@@ -11,8 +11,9 @@ from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from anchorlens.models import model_state, replaced_attention, tiny_pass, twin
+from anchorlens.models.native_pass import NativePass
 from anchorlens.models.replaced_attention import attention_by
-from anchorlens.models.twin import Listener, twin_of
+from anchorlens.models.twin import twin_of
 from anchorlens.system import put_back, torch_state
 from anchorlens.system.torch_state import own_random_state, torch_modes
 from tests.models.test_model_state import functions_of
@@ -127,11 +128,11 @@ def test_interrupts_of_a_native_pass_leave_nothing(
     hooked: Any, byte_level: Any, interrupts: int
 ) -> None:
     model = hooked(tiny_gpt2(len(byte_level), n_layer=1), byte_level)
-    listener = Listener(lambda *args: args[1], lambda *args: None, lambda *args: None, None)
     own, before, known = twin_of(model), everything_of(model), registered()
+    native = NativePass(own.parts)
 
     def enter() -> None:
-        with own.entered(), own.hears(listener), own.suspended():
+        with own.entered(), own.hears(native), own.suspended():
             assert registered() > known and own.why_not_now(model)
 
     enter()
@@ -139,8 +140,8 @@ def test_interrupts_of_a_native_pass_leave_nothing(
     for moments in at_every_moment([*MODULES, twin, replaced_attention], interrupts, enter):
         tried += 1
         assert everything_of(model) == before, moments
-        assert registered() == known and own._now is twin._NOBODY and not own.why_not_now(model), (
-            moments
-        )
+        assert (
+            registered() == known and own._called.native is None and not own.why_not_now(model)
+        ), moments
         assert not own.is_entered
     assert tried > 5

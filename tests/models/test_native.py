@@ -16,11 +16,11 @@ from torch import Tensor
 import anchorlens as al
 from anchorlens.models.head_outputs import layers_that_mix
 from anchorlens.models.hooked import Hook, pattern_name, z_name
-from anchorlens.models.replaced_attention import Terms, mask_of
+from anchorlens.models.native_pass import NativePass, Terms, mask_of
 from anchorlens.models.twin import twin_of
 from anchorlens.passes import running as choice
 from anchorlens.passes.forward import run_pass
-from anchorlens.passes.running import Inside, NativePass, of_one_run, twin_for, why_not_native
+from anchorlens.passes.running import of_one_run, twin_for, why_not_native
 from tests.models.test_matrix import bridge, processed_bridge
 from tests.references.architectures import ALL, BY_NAME
 from tests.references.comparison import batch_of, precise, tokenizer, weights_of
@@ -182,7 +182,7 @@ def test_rows_that_see_no_key_stay_finite(gpt2: Any, dtype: torch.dtype) -> None
     seen = torch.ones(1, 1, 4, 4, dtype=torch.bool).tril()
     seen[:, :, 3] = False
     mask = mask_of(lambda rows, keys: seen[:, :, rows, keys], 4)
-    z = NativePass(gpt2, Inside()).attend(0, heads, -heads, heads, Terms(1.0, mask))
+    z = NativePass(twin_of(gpt2).parts).attend(0, heads, -heads, heads, Terms(1.0, mask))
     assert z.isfinite().all()
 
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from anchorlens.models.replaced_attention import Mask, Terms, causal_mask, mask_of
+from anchorlens.models.native_pass import Mask, Terms, causal_mask, mask_of
 from anchorlens.passes.fused_attention import RowAttention, keys_seen
 from anchorlens.system import row_pieces
 

@@ -15,9 +15,9 @@ from torch.overrides import _get_current_function_mode_stack
 
 import anchorlens as al
 from anchorlens.models.hooked import pattern_name
+from anchorlens.models.native_pass import NativePass
 from anchorlens.passes.forward import Pass, run_pass
 from anchorlens.passes.provide import Observation
-from anchorlens.passes.running import NativePass
 
 
 def hooks_on(model: Any) -> list[int]:
@@ -150,7 +150,7 @@ def counted_layers(model: Any) -> Iterator[list[int]]:
     """How often each layer runs inside, in native passes too."""
     counts = [0] * model.cfg.n_layers
     layers = {id(block): layer for layer, block in enumerate(model.blocks)}
-    natively, hooked = NativePass._block, type(model.blocks[0]).forward
+    natively, hooked = NativePass.block, type(model.blocks[0]).forward
 
     def run_native(self: NativePass, layer: int, *args: Any, **options: Any) -> Any:
         counts[layer] += 1
@@ -163,7 +163,7 @@ def counted_layers(model: Any) -> Iterator[list[int]]:
 
     with pytest.MonkeyPatch.context() as patch:
         # Of the classes: where a module was changed, no pass is native.
-        patch.setattr(NativePass, "_block", run_native)
+        patch.setattr(NativePass, "block", run_native)
         patch.setattr(type(model.blocks[0]), "forward", run_hooked)
         yield counts
 
