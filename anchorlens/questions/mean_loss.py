@@ -11,7 +11,7 @@ from torch import Tensor
 from ..metrics.question import Question, no_hooks
 from ..models.hooked import HookedModel
 from ..passes.loss_checks import check_loss
-from ..passes.losses import LossOfBatch, label_cross_entropy
+from ..passes.losses import LossOfBatch
 from ..prompts.batch import PromptBatch
 from ..results import figures
 from ..results.figure_parts import with_ends
@@ -78,7 +78,7 @@ class Loss(Question):
         for a mean over its tokens. Prompts weigh alike, also if one is a longer text.
 
     Args:
-        loss: Function of (logits, batch) to one number a prompt, as in ``al.run``.
+        loss: Function of (logits, batch) to one number a prompt; see ``al.losses``.
 
     Examples:
         The mean loss of texts in which no token reads the one before it in layer 0.
@@ -92,7 +92,7 @@ class Loss(Question):
         >>> change = al.run(model, prompts, [asked], hooks=cut, progress=False)["loss"].change
     """
 
-    loss: LossOfBatch = label_cross_entropy
+    loss: LossOfBatch
     name: str = "loss"
     record = LossRecord
     sees_hooks: ClassVar[bool] = True

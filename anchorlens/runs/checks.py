@@ -14,7 +14,7 @@ from ..metrics.question import Further, HooksOfBatch, Question
 from ..models.batch_hooks import BatchHook, EdgeHook
 from ..models.hooked import Hook, HookedModel, check_fits, layer_numbers
 from ..passes.loss_checks import check_gradient_of_loss
-from ..passes.losses import LossOfBatch
+from ..passes.losses import LossOfBatch, label_cross_entropy
 from ..passes.provide import Observation, check_columns
 from ..prompts.batch import PromptBatch
 from ..prompts.edge_set import EdgeSet
@@ -41,6 +41,7 @@ def check_questions(
         question.check(model, batches, changed=hooks is not None)
         observed.append(Observation(model, question, batches[0]))
         observed[-1].check()
+    names = [each.question.name for each in observed]
     gradient = [each.question.name for each in observed if each.needs_gradient]
     if gradient and loss is None:
         raise MetricError(
@@ -48,6 +49,11 @@ def check_questions(
         )
     if gradient and loss is not None:
         check_gradient_of_loss(loss, batches, model)
+    if loss not in (None, label_cross_entropy) and not gradient:
+        raise MetricError(
+            f"no question of this run takes its loss: {', '.join(names)} need no gradient; leave "
+            "loss= out, or ask for its mean, al.Loss(loss)"
+        )
     if hooks is not None:
         check_hooks(model, hooks, batches)
     for each in observed:

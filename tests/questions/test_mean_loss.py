@@ -104,7 +104,10 @@ def test_hooks_that_change_no_loss_are_told(gpt2: Any) -> None:
 def test_losses_of_labels_are_means_over_sets_in_every_way(exact_gpt2: Any) -> None:
     batches = [*questions(exact_gpt2, 4, batch_size=2), *questions(exact_gpt2, 4, seed=2)]
     cut = without_heads(exact_gpt2, CUT)
-    asked = [al.Loss(), al.Loss(al.losses.word_cross_entropy(), name="words")]
+    asked = [
+        al.Loss(al.losses.label_cross_entropy),
+        al.Loss(al.losses.word_cross_entropy(), name="words"),
+    ]
     results = al.run(exact_gpt2, batches, asked, hooks=cut, **QUIET)
     record = results["loss"]
     hooked = al.target_logits(exact_gpt2, batches, hooks=cut, progress=False)
@@ -126,13 +129,18 @@ def test_losses_of_labels_are_means_over_sets_in_every_way(exact_gpt2: Any) -> N
 def test_a_loss_that_does_not_fit_is_refused_before_any_pass(gpt2: Any) -> None:
     (text,) = al.build_segments(gpt2.tokenizer, TEXTS[:1])
     with pytest.raises(MetricError, match="needs the true label of each query"):
-        al.run(gpt2, [text], [al.Loss()], **QUIET)
+        al.run(gpt2, [text], [al.Loss(al.losses.label_cross_entropy)], **QUIET)
     with pytest.raises(MetricError, match=r"loss.*one number"):
         al.run(gpt2, [text], [al.Loss(lambda logits, batch: logits)], **QUIET)
+    of_text = al.losses.span_cross_entropy("text")
+    with pytest.raises(MetricError, match=r"no question .* takes its loss: loss need .*al\.Loss\("):
+        al.run(gpt2, [text], [al.Loss(of_text)], loss=of_text, **QUIET)
 
 
 def test_a_figure_shows_the_clean_run_beside_one_that_differs(gpt2: Any) -> None:
     batches = questions(gpt2, 4)
     for hooks, groups in ((None, 0), (without_heads(gpt2, CUT), 2)):
-        record = al.run(gpt2, batches, [al.Loss()], hooks=hooks, **QUIET)["loss"]
+        record = al.run(
+            gpt2, batches, [al.Loss(al.losses.label_cross_entropy)], hooks=hooks, **QUIET
+        )["loss"]
         assert sum(len(bar.x) for bar in record.plot().data) == groups

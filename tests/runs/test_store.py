@@ -149,7 +149,11 @@ def added_to(model: Any) -> Any:
 @pytest.mark.parametrize(
     ("change", "facts", "differs"),
     [
-        ({"loss": partial(a_loss)}, 1, r"loss: stored 'label_cross_entropy', now 'a_loss\(\)'"),
+        (
+            {"loss": partial(a_loss), "metrics": [al.SaliencyFlows()]},
+            1,
+            r"loss: stored 'label_cross_entropy', now 'a_loss\(\)'",
+        ),
         ({"hooks": lambda batch: []}, 1, "hooks: stored 'None', now '<lambda>'"),
         ({"batches": lambda m: questions(m, 4, batch_size=2)}, 1, "prompts: stored '"),
         ({"batches": lambda m: questions(m, 5, batch_size=1)}, 1, "prompts: stored '"),
