@@ -326,6 +326,10 @@ PAIRS = "write edges by number as al.edges.pairs"
             lambda s: api.block_edges(s.model, s.batch, api.edges.pq, layer=1, head=0),
             r"write site=al.Site\(layers=1, heads=0\)",
         ),
+        (
+            lambda s: api.block_edges(s.model, s.batch, api.edges.pq, 1, heads=0),
+            r"write site=al.Site\(1, heads=0\)$",
+        ),
     ],
 )
 def test_what_stands_in_place_of_an_argument_has_its_cure(call: Any, cure: str) -> None:

@@ -142,10 +142,13 @@ def warn_if_few_units(
     population = population_of(sets.cpu(), texts)
     if round(population.of_variance) < FEW_UNITS:
         kind, _, how = population.name.partition("; ")
+        cure = "use more queries, or resamples=0 for no intervals"
+        if population.units == 1:
+            return warn_user(f"intervals need several {kind}, and there is 1: they are NaN; {cure}")
         if population.units >= FEW_UNITS:
             how = f"the smallest set decides: they tell as much as {population.of_variance:.0f}"
         warn_user(
             f"intervals of {population.units} {kind} are rough{how and f' ({how})'}: with fewer "
-            f"than {FEW_UNITS} they may hold the true value in 85 of 100 cases and not in 95; use "
-            "more queries, or resamples=0 for no intervals"
+            f"than {FEW_UNITS} they may hold the true value in 85 of 100 cases and not in 95; "
+            + cure
         )

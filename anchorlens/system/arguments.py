@@ -170,7 +170,8 @@ def _refuse_unbound(name: str, function: Any, described: Any, args: Any, given: 
     }
     unknown = {word: value for word, value in given.items() if word not in names}
     for word in unknown:
-        if inside := _in_a_field(unknown, _hints_of(function)):
+        known = {**dict(zip(inspect.signature(function).parameters, args)), **given}  # noqa: B905
+        if inside := _in_a_field(unknown, _hints_of(function), known):
             raise ArgumentError(f"{name} has no argument {word!r}; write {inside}")
         places = {
             key: found.start()
@@ -188,14 +189,15 @@ def _refuse_unbound(name: str, function: Any, described: Any, args: Any, given: 
         raise TypeError(f"{name} takes {', '.join(names)}; missing is {told}")
 
 
-def _in_a_field(given: Mapping[str, Any], hints: Mapping[str, Any]) -> str:
+def _in_a_field(given: Mapping[str, Any], hints: Mapping[str, Any], known: Any) -> str:
     """An argument that may be an object with fields of these names: ``site=al.Site(heads=0)``."""
     for key, hint in hints.items():
         for kind in get_args(hint) if get_origin(hint) in (Union, UnionType) else ():
             fields = {each.rstrip("s"): each for each in getattr(kind, "__dataclass_fields__", ())}
             pairs = [(fields.get(word.rstrip("s")), value) for word, value in given.items()]
             if told := [f"{field}={value!r}" for field, value in pairs if field]:
-                return f"{key}=al.{kind.__name__}({', '.join(told)})"
+                first = [repr(known[key])] if key in known else []
+                return f"{key}=al.{kind.__name__}({', '.join(first + told)})"
     return ""
 
 

@@ -204,6 +204,8 @@ def test_a_run_of_few_prompts_warns_of_its_intervals_once(gpt2: Any) -> None:
     with pytest.warns(UserWarning, match=ROUGH.format("2 prompts")):
         al.metrics.compare_accuracies({"a": torch.ones(2)})
     warn_if_few_units(sets_of_sizes(20))
+    with pytest.warns(UserWarning, match="need several prompts, and there is 1: they are NaN"):
+        warn_if_few_units(sets_of_sizes(1))
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
