@@ -13,6 +13,7 @@ from ..system.files import write_atomically
 from ..system.package import homes_of
 
 _T = TypeVar("_T")
+_OTHER_FORMS = (".csv", ".json", ".html", ".parquet", ".pt", ".xlsx")
 
 
 class Saved:
@@ -34,7 +35,8 @@ class Saved:
         Files of equal contents are equal byte for byte, and hold a digest of them.
 
         Raises:
-            StoreError: ``info`` is no json, a tensor does not fit its field, or writing failed.
+            StoreError: ``info`` is no json, a tensor does not fit its field, the path ends as that of
+                another form, or writing failed.
 
         Examples:
             >>> result = al.run(model, batches, [al.Accuracy()], progress=False)["accuracy"]
@@ -43,6 +45,11 @@ class Saved:
             True
         """
         name = type(self).__name__
+        if Path(path).suffix in _OTHER_FORMS:
+            raise StoreError(
+                f"{path} is not written: save writes a .safetensors file, which load reads; for a "
+                "table use to_frame(), as in record.to_frame().to_csv(path)"
+            )
         try:
             values, tensors = self._parts()
         except ValueError as error:

@@ -224,6 +224,11 @@ def test_invalid_records_raise_an_error_before_anything_is_written(
     assert path.read_bytes() == before and len([*tmp_path.iterdir()]) == 1
 
 
+def test_a_path_of_another_form_of_file_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(StoreError, match=r"a\.csv is not written: .*to_frame\(\)\.to_csv"):
+        make_small().save(tmp_path / "a.csv")
+
+
 def test_equal_results_give_equal_files(tmp_path: Path) -> None:
     """The order of a safetensors header is arbitrary if it has several entries."""
     files = set()
