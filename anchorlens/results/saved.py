@@ -35,8 +35,8 @@ class Saved:
         Files of equal contents are equal byte for byte, and hold a digest of them.
 
         Raises:
-            StoreError: ``info`` is no json, a tensor does not fit its field, the path ends as that of
-                another form, or writing failed.
+            StoreError: ``info`` is no json, a tensor does not fit its field, the path ends as other
+                files do (.csv), or writing failed.
 
         Examples:
             >>> result = al.run(model, batches, [al.Accuracy()], progress=False)["accuracy"]
