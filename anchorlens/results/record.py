@@ -260,9 +260,8 @@ class Record(KeepsRepr, Saved):
         entries = [self.axis_names(axis) or range(n) for axis, n in zip(axes, shape)]  # noqa: B905
         frame = pd.DataFrame(list(product(*entries)), columns=columns)
         numbered = [name for name, of in zip(columns, entries) if isinstance(of, range)]  # noqa: B905
-        frame = frame.astype(
-            dict.fromkeys(numbered, "Int64")
-        )  # integers also beside fields without
+        # They are integers also beside fields without this axis.
+        frame = frame.astype(dict.fromkeys(numbered, "Int64"))
         frame.insert(0, "quantity", quantity)
         for column, of_column in numbers.items():
             frame[column] = of_column.flatten().double().tolist()
