@@ -18,8 +18,6 @@ from tests.support.measures import centred, difference, logits_of, same
 from tests.support.plain_prompts import rows
 from tests.support.tiny_models import questions, tiny_llama
 
-QUIET: dict[str, Any] = {"progress": False, "resamples": 0}
-
 
 def shared(batch: al.PromptBatch) -> al.PromptBatch:
     prompt = batch.prompt(0)

@@ -116,21 +116,11 @@ def test_pairs_count_from_the_first_token_of_each_prompt(batch: al.PromptBatch) 
 def test_every_token_belongs_to_exactly_one_segment(batch: al.PromptBatch) -> None:
     members = torch.stack([edges.segment(batch, name) for name in SEGMENTS])
     assert torch.equal(members.sum(0), batch.attention_mask.long())
+    assert torch.equal(members[SEGMENTS.index("target")], edges.target(batch))
     for number, member in enumerate(members):
         for row, segments in enumerate(batch.segments.tolist()):
             positions = [k for k, segment in enumerate(segments) if segment == number]
             assert member[row].nonzero().flatten().tolist() == positions
-
-
-def test_anchors_are_the_first_tokens_of_label_words(batch: al.PromptBatch) -> None:
-    anchors, words = edges.anchors(batch), edges.segment(batch, "label")
-    for row in range(len(batch)):
-        starts, ends = batch.label_positions[row].tolist(), batch.label_ends[row].tolist()
-        whole = [k for a, b in zip(starts, ends, strict=True) for k in range(a, b + 1)]
-        assert anchors[row].nonzero().flatten().tolist() == starts
-        assert words[row].nonzero().flatten().tolist() == whole
-    assert (words & ~anchors).any()
-    assert torch.equal(edges.target(batch), edges.segment(batch, "target"))
 
 
 def test_positions_by_number_lie_in_their_prompts(batch: al.PromptBatch) -> None:
