@@ -284,19 +284,14 @@ KINDS = torch.zeros(1, 3, dtype=torch.long)
 FOREST: list[Any] = [["y"], [*"abc"], ["d"]]
 PAIRS: dict[str, Any] = {"title": "", "x_title": "", "y_title": ""}
 WRONG: list[tuple[Callable[[], go.Figure], str]] = [
-    (lambda: lines_by_layer(torch.ones(2), ["a", "b"], **TITLES), r"got shape \(2,\)"),
     (lambda: lines_by_layer(torch.ones(()), [], **TITLES), r"got shape \(\)"),
     (lambda: lines_by_layer(ONES, ["a", "b"], low=ONES, high=ONES.T, **TITLES), "one interval"),
-    (lambda: bars(ONES[None], *THREE, title="", low=ONES.T, high=ONES), "one interval per value"),
     (lambda: lines_by_layer(ONES, ["a", "b"], random=ONES[None, :, :1], **TITLES), "each draw in"),
     (lambda: bars(ONES, *THREE, title=""), r"expected shape \(1, 2, 3\), got shape \(2, 3\)"),
     (lambda: heat_map(ONES, ["a", "b"], None, **MAPS), r"got shape \(2, 3\); pass one name"),
     (lambda: lines_by_layer(ONES, ["a"], **TITLES), r"expected shape \(1, 3\), got shape \(2, 3\)"),
     (lambda: lines_by_layer(ONES, ["a", "b"], dashed=["c"], **TITLES), "expected dashed among"),
     (lambda: lines_by_layer(ONES, ["a", "b"], low=ONES, **TITLES), "both low and high"),
-    (lambda: bars(ONES[None], ["y"], ["a", "b"], ["c"], title=""), r"expected shape \(1, 2, 1\)"),
-    (lambda: bars(ONES[None], *THREE, title="", high=ONES[None]), "low and high"),
-    (lambda: points(TWO, TWO, TWO.mT, TWO, *GROUPS, title=""), "one interval per value"),
     (lambda: points(TWO, TWO, TWO, TWO[:, :1], *GROUPS, title=""), r"expected shape \(1, 3, 2\)"),
     (lambda: forest_of(ONES, ONES, ONES, KINDS, [0.0], *FOREST, title=""), r"shape \(1, 3\)"),
     (lambda: forest_of(*ROW, KINDS[:, 1:], [0.0], *FOREST, title=""), "the kind of each"),
