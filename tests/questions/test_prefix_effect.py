@@ -1,7 +1,6 @@
 """What a prefix does to attention: cases by hand, one token, masks, and contexts as a prefix."""
 
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 import numpy as np
@@ -14,17 +13,12 @@ from anchorlens.errors import MetricError
 from anchorlens.questions.prefix_effect import POSITIONS, _sampled, effect_contributions
 from anchorlens.questions.prefix_terms import LayerTerms, prefix_runs, terms_of_layer
 from tests.support.asked import ask
-from tests.support.measures import assert_same, contributed, patterns_of
+from tests.support.measures import assert_same, patterns_of
 from tests.support.tiny_models import questions
 
 QUIET: dict[str, Any] = {"progress": False, "resamples": 0}
 NAN = float("nan")
 ALL = al.PrefixEffect(keys={"all": al.edges.demonstrations})
-
-
-def of_class(batch: al.PromptBatch, number: int) -> Tensor:
-    nowhere = torch.zeros_like(batch.attention_mask)
-    return nowhere.scatter(1, batch.label_positions, batch.label_classes == number)
 
 
 def first_anchors(batch: al.PromptBatch, count: int = 1) -> Tensor:
@@ -87,18 +81,6 @@ def test_shares_of_attention_sum_to_one(llama: Any) -> None:
     total = effect.stolen + effect.bos + torch.stack(means).mean(0)
     assert (total - 1).abs().max() < 1e-5
     assert float(effect.bos.min()) > 1e-4 and float(effect.stolen.max()) < 0.99
-
-
-def test_stolen_by_label_words_is_the_score_of_aucroc(gpt2: Any) -> None:
-    batch = questions(gpt2, 5)[0]
-    classes = {str(c): partial(of_class, number=c) for c in range(6)}
-    metric = al.PrefixEffect(keys=classes, rows=al.edges.target)
-    whole = al.contexts.QueryPass(batch, None)
-    rows = effect_contributions(gpt2, whole, metric.segments_of(batch), metric.rows_of(batch))
-    _, [attention] = contributed(gpt2, batch, al.AttentionAUCROC())
-    scores = attention["attention"].sum(2)
-    assert rows["stolen_by_segment"].sum(2).allclose(scores, atol=1e-6)
-    assert scores.min() > 1e-4
 
 
 @pytest.mark.parametrize("count", [1, 2, 3])
