@@ -41,7 +41,6 @@ def study_of(model: Any, batches: list[al.PromptBatch]) -> Study:
 def outcomes(
     model: Any, batches: list[al.PromptBatch], count: int = 6, **options: Any
 ) -> tuple[list[Answers], list[Tensor], list[Any]]:
-    """The answers of each batch, random subsets, and the outcome of each."""
     with study_of(model, batches).entered() as study:
         given: dict[str, Any] = {"segments": None, "answer": None, "remove": al.removal.edges}
         given |= options

@@ -111,20 +111,6 @@ def test_as_many_positions_as_asked_for_are_stored(model: Any) -> None:
     assert "scored" not in everything.info and few.selected[demos.segments[0] == OTHER].all()
 
 
-def test_a_window_of_one_token_is_the_last_row(gpt2: Any) -> None:
-    [batch] = questions(gpt2, 3)
-    demos = shared(batch)
-    ours, _ = scores_of(gpt2, by_score("most read", window=1), batch)
-    last = torch.full((1, 1), demos.tokens.shape[1] - 1)
-    row = selection.ByScore(
-        lambda cache, seen: seen["row"][0, :, :, 0],
-        reads=lambda demonstrations: {"row": al.reads.At("pattern", last)},
-    )
-    expected, _ = scores_of(gpt2, row, batch)
-    around = avg_pool1d(expected.mean(1)[:, :-1], 5, 1, padding=2)
-    assert torch.allclose(ours[:, :-1], around, atol=1e-7)
-
-
 def test_of_equal_scores_the_lower_positions_are_stored(llama: Any) -> None:
     batch = questions(llama, 3)[0]
     equal = selection.ByScore(lambda cache, seen: cache.keys[0].new_zeros(len(cache)), 30, last=2)

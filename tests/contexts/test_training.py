@@ -72,7 +72,6 @@ def test_the_default_type_of_torch_changes_no_training(
 @pytest.mark.changes_model
 @pytest.mark.parametrize("kind", TRAINERS)
 def test_training_leaves_the_model_as_it_was(gpt2: Any, kind: str) -> None:
-    """In training mode, also after an error in the middle."""
     before, state = state_of(gpt2.train()), torch.get_rng_state()
     calls: list[int] = []
 
@@ -376,8 +375,6 @@ def test_a_cache_that_gives_other_logits_is_refused(
 
 
 class Untrained(al.contexts.NoContext, training.Trainable):
-    """Tells which prompt each step takes, without a pass."""
-
     def __init__(self) -> None:
         self.taken: list[int] = []
 

@@ -15,7 +15,6 @@ from anchorlens.experiments.diagnosis import class_orders, permutation_test
 
 
 def matrix_of(n_classes: int, seed: int, n_layers: int = 1) -> Tensor:
-    """Symmetric Float["layer class class"] with values from 0 to 1 and zeros on the diagonals."""
     generator, sizes = torch.Generator().manual_seed(seed), (n_layers, n_classes, n_classes)
     values = torch.rand(sizes, generator=generator, dtype=torch.double).triu(1)
     return values + values.mT

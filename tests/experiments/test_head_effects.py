@@ -178,8 +178,6 @@ def label_words(tokens: Tensor, words: list[int]) -> list[int]:
 def answers_of_layers(
     model: Any, asked: Any, classes: Tensor, positions: Any, vectors: Tensor
 ) -> list[list[float]]:
-    """Which prompts are right with the vectors of each layer."""
-
     def hooks(layer: int, tokens: Tensor, words: list[int]) -> Any:
         return [states.written(name_of(layer), positions(tokens, words), vectors[layer])]
 

@@ -78,7 +78,6 @@ def attentions(weights: Any, prompt: al.PromptBatch) -> Tensor:
 
 
 def qrhead(weights: Any, prompt: al.PromptBatch, null: al.PromptBatch) -> dict[str, Tensor]:
-    """The steps of QRHead's scores for detection: [layer, head] of each document."""
     start = start_of(prompt)
     scores = attentions(weights, prompt)[:, :, start:].mean(2)
     of_null = attentions(weights, null)[:, :, start:].mean(2)

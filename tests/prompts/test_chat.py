@@ -85,7 +85,6 @@ def test_tokens_and_positions_follow_the_template(kind: str, name: str, instruct
 
 @pytest.mark.parametrize("name", TEMPLATES)
 def test_segments_are_those_of_the_characters(name: str) -> None:
-    """Texts, instructions and formats, read from the tokens of each segment."""
     tokenizer = chat(name)
     task = replace(TASK, instructions="" if name == "Gemma 2" else "Classify.")
     (row,) = rows(built(tokenizer, task, ["so so"]))

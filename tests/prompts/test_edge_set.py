@@ -20,13 +20,11 @@ from tests.support.tiny_models import questions
 
 
 def within(batch: al.PromptBatch, queries: Tensor, keys: Tensor) -> Tensor:
-    """A table of all edges from queries to earlier keys."""
     earlier = torch.ones(batch.tokens.shape[1], batch.tokens.shape[1]).tril(-1).bool()
     return queries[:, :, None] & keys[:, None] & earlier
 
 
 def own_table(batch: al.PromptBatch) -> Tensor:
-    """A table of one prompt, for all prompts."""
     return torch.ones(batch.tokens.shape[1], batch.tokens.shape[1]).tril(-3).bool()
 
 
@@ -182,14 +180,12 @@ POSITION = torch.arange(N)
 
 
 def table_of(edges: EdgeSet) -> Tensor:
-    """The edges by their classes alone."""
     classes: Any = edges.classes()
     of_pairs = classes.table[classes.queries[:, :, None], classes.keys[:, None]]
     return torch.where(POSITION[:, None] > POSITION, of_pairs, torch.tensor(classes.later))
 
 
 def some_sets(seed: int) -> list[EdgeSet]:
-    """Sets of random positions, and what is made of them."""
     generator = torch.Generator().manual_seed(seed)
 
     def positions() -> Tensor:

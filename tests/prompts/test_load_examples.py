@@ -182,7 +182,6 @@ TWO_BAD = {"text": "sentence", "label": "verdict", "classes": ["bad", "bad", "go
 
 
 def then(text: Any, label: Any) -> str:
-    """A good row, and another one."""
     return GOOD + json.dumps({"text": text, "label": label})
 
 
@@ -320,7 +319,6 @@ HUB = {
 
 @pytest.fixture
 def hub(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
-    """Replace the hub by data sets with the same columns; the list has the requests to it."""
     requests: list[Any] = []
 
     def load_dataset(path: str, *, split: str, revision: str | None) -> Any:

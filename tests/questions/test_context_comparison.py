@@ -56,7 +56,6 @@ def all_but_first(demonstrations: al.PromptBatch) -> Tensor:
 def test_all_numbers_equal_those_of_plain_transformers(
     request: pytest.FixtureRequest, name_of_model: str, side: str
 ) -> None:
-    """Also those of random controls, for two sets of demonstrations."""
     model = request.getfixturevalue(name_of_model)
     weights: Any = {"gpt2": tiny_gpt2, "llama": tiny_llama}[name_of_model](len(model.tokenizer))
     weights.set_attn_implementation("eager")  # the others give out no patterns

@@ -66,8 +66,6 @@ class Additive(ablation.Answers):
 
 @pytest.fixture
 def additive(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """The weights of an engine that takes the place of that of the package."""
-
     def use(weights: Tensor, given: list[bool] | None = None) -> Tensor:
         is_given = torch.tensor([True] * len(weights) if given is None else given)
         kind = type("Of", (Additive,), {"weights": weights, "given": is_given})

@@ -98,8 +98,6 @@ def logit_of_a_word(logits: Tensor, batch: al.PromptBatch) -> Tensor:
 
 
 class OfOneMorePass(al.Question):
-    """A question with one more pass, in which a metric observes the gradient of another loss."""
-
     name, record, metric = "more", al.records.SaliencyFlowsRecord, al.SaliencyFlows()
 
     def further(self, model: Any, batches: Any) -> al.Further:
@@ -235,8 +233,6 @@ class Wrong(al.Question):
 
 
 class NoFields(al.Record):
-    """Its class is no dataclass."""
-
     x: Float[Tensor, " layer"] = al.kinds.mean("x")
 
 
@@ -247,8 +243,6 @@ class OfLayers(al.Record):
 
 @dataclass(frozen=True)
 class OfWrongShape(al.Metric):
-    """What it contributes has an axis more than the field."""
-
     record: Any = OfLayers  # type: ignore[misc]
     name: ClassVar = "shape"
 
@@ -257,8 +251,6 @@ class OfWrongShape(al.Metric):
 
 
 class NoRecord(al.Question):
-    """Its class names no record."""
-
     name = "bare"
 
     def of_batch(self, passes: Passes, batch: al.PromptBatch) -> dict[str, Tensor]:

@@ -65,7 +65,6 @@ Numbers = dict[str, Tensor | str]  # numbers and texts by name
 
 
 def matching(patterns: Sequence[str]) -> list[str]:
-    """The calls of each model, with each of the sets, in each way, whose names fit a pattern."""
     calls = [
         f"{model}.{sets}.{way}.{call}"
         for model in MODELS
