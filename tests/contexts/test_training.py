@@ -148,8 +148,7 @@ def test_a_forged_state_is_refused(gpt2: Any, tmp_path: Path) -> None:
         path.write_bytes(to_bytes_with_digest(header, changed))
         with pytest.raises(StoreError, match="is no training of this version"):
             trained(gpt2, folder=tmp_path)
-    facts: list[Any] = ["text", None, [], {"training": 3}]
-    for other in [*({"training": text} for text in facts), {"record": "Beta"}]:
+    for other in ({"training": "text"}, {"training": {"training": 3}}, {"record": "Beta"}):
         path.write_bytes(to_bytes_with_digest(other, tensors))
         with pytest.raises(StoreError, match=r"is no training of this version|another "):
             trained(gpt2, folder=tmp_path)

@@ -347,8 +347,8 @@ def test_a_ratio_has_a_logarithmic_axis_that_says_so_with_plain_numbers() -> Non
 def test_headings_are_in_order_and_landmarks_have_names_of_their_own(
     prompt: al.records.PromptFlows, tmp_path: Path
 ) -> None:
-    made = dict(made_up_records())
-    flows, contexts = made["SaliencyFlowsRecord"], made["ContextsRecord"]
+    kinds = al.records.SaliencyFlowsRecord, al.records.ContextsRecord
+    flows, contexts = map(made_up_record, kinds)
     task = {"flows": flows, "contexts": contexts, "one": prompt, "other": prompt}
     others: list[dict[str, Any]] = [task, {"one": prompt}, {"contexts": contexts}]
     for results in [{"a": task, "b": task}, *others]:
