@@ -139,26 +139,6 @@ def test_log_odds_are_those_of_plain_transformers(
                 assert ours == pytest.approx(expected, rel=0, abs=tolerance)
 
 
-@pytest.mark.quick_cases("many passes", "gpt2")
-@pytest.mark.every_kind
-def test_all_segments_are_the_clean_run_bit_for_bit(model: Any) -> None:
-    batches = questions(model, 4, batch_size=2)
-    logits = al.target_logits(model, batches, progress=False)
-    parts = ["text", "label", "format"]
-    answers, kept, got = outcomes(model, batches, count=8, segments=parts)  # all subsets of three
-    clean = torch.cat([of_batch.clean.log_odds for of_batch in answers])
-    predicted = logits[:, batches[0].label_token_ids].argmax(1)
-    words = batches[0].label_token_ids[predicted].tolist()
-    order = torch.cat([batch.index for batch in batches])
-    assert torch.equal(clean, log_odds_of(logits, words)[order])
-    for of_batch, subsets, outcome in zip(answers, kept, got, strict=True):
-        whole = subsets.all(-1)
-        assert (whole.sum(1) == 1).all()
-        assert torch.equal(outcome.log_odds[whole], of_batch.clean.log_odds)
-        assert torch.equal(outcome.log_prob[whole], of_batch.clean.log_prob)
-        assert (outcome.log_odds[:, :5] != of_batch.clean.log_odds[:, None]).any()
-
-
 def test_log_odds_are_exact_where_a_probability_is_near_0_or_1() -> None:
     """In words of three: the others have the logits 0 and 0."""
     for chance in (1 - 1e-12, 1e-30, 0.25):

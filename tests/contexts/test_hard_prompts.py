@@ -256,6 +256,7 @@ def test_noise_becomes_smaller_and_depends_on_seed_and_step(gpt2: Any) -> None:
     assert [noise(step, 4) for step in (0, 2, 4)] == pytest.approx([1.0, 0.1, 0.01])
     fluent: Any = hard_prompts.FLUENT_PROMPT
     assert fluent.noise.rate == fluent.optimizer.rate and not fluent.keep_continuous
+    assert hard_prompts.PEZ.keep_continuous and not hard_prompts.PEZ_AS_PUBLISHED.keep_continuous
     other = hard_prompts.Langevin(rate=8.0, first=0.25, last=0.01)
     assert [other(step, 2) for step in (0, 1, 2)] == pytest.approx([2.0, 0.8**0.5, 0.4])
     method = hard_prompts.Descent(SGD, noise=noise)

@@ -62,16 +62,6 @@ def test_it_equals_loops_with_raw_hooks(exact_model: Any, kind_of_model: str) ->
         torch.testing.assert_close(record.probability_effect, of_probability.mean(0), **options)
 
 
-@pytest.mark.filterwarnings("ignore:1 queries are in both lists")
-def test_own_outputs_have_no_effect(model: Any) -> None:
-    [prompt] = prompts(model, slice(1))
-    record = al.head_effects(model, [prompt], [prompt], **QUIET)
-    assert not record.effect_of_prompts.any() and not record.probability_effect.any()
-    logits = al.target_logits(model, [prompt], progress=False)[0].double()
-    expected = states.log_odds(logits, int(prompt.label_token_ids[prompt.gold]))
-    torch.testing.assert_close(record.log_odds[0], expected, rtol=1e-6, atol=1e-6)
-
-
 def test_the_largest_heads_of_each_sign() -> None:
     record: Any = made_up_record(al.records.HeadEffectsRecord)
     effect = record.effect - 0.5
@@ -123,40 +113,23 @@ def test_outputs_of_another_width_are_refused(gpt2: Any) -> None:
     assert changed[0, -1].all() and float(changed.sum()) == 24 and not z.any()
 
 
-def test_heads_are_replaced_at_any_positions(gpt2: Any) -> None:
-    """By a hook of one's own; in a run prompts that share tokens are then run whole."""
+def test_heads_are_replaced_at_the_target_or_at_positions(gpt2: Any) -> None:
+    """tests/questions/test_mean_loss.py compares other positions with plain transformers."""
     batches = al.sample_prompts(gpt2, "questions", queries=4, batch_size=2)
-    zeros, site = torch.zeros(3, 2, 12), al.Site(1, heads=[1])
 
-    def everywhere(batch: al.PromptBatch) -> Any:
-        return batch.attention_mask
+    def hooks(batch: al.PromptBatch, **where: Any) -> list[Any]:
+        return al.replace_heads(gpt2, batch, 0.0, al.Site(1, heads=[1]), **where)
 
-    def by_hand(z: torch.Tensor, hook: Any) -> torch.Tensor:
-        return z.index_fill(2, torch.tensor([1]), 0.0)
-
-    def hooks(batch: al.PromptBatch, where: Any = everywhere) -> list[Any]:
-        return al.replace_heads(gpt2, batch, zeros, site, positions=where)
-
-    everywhere_logits, plain_logits, at_target, default = (
-        al.target_logits(gpt2, batches, hooks=of_batch, progress=False)
-        for of_batch in (
-            hooks,
-            lambda batch: [("blocks.1.attn.hook_z", by_hand)],
-            lambda batch: hooks(batch, al.edges.target(batch)),
-            lambda batch: al.replace_heads(gpt2, batch, zeros, site),
-        )
-    )
-    # Plain functions run on the bridge.
-    torch.testing.assert_close(everywhere_logits, plain_logits, rtol=0, atol=1e-5)
-    assert torch.equal(at_target, default) and (default - plain_logits).abs().max() > 1e-4
-    [(_, hook)] = hooks(batches[0])
-    assert not hook.is_for(batches[1])
+    [(_, hook)] = hooks(batches[0], positions=al.edges.target)
+    [(_, default)] = hooks(batches[0])
+    z = torch.ones(*batches[0].tokens.shape, 2, 12)
+    assert torch.equal(hook(z, hook=None), default(z, hook=None)) and not hook.is_for(batches[1])
     for where, message in (
         (torch.ones(1, 2), r"positions must be a tensor of True and False with the shape"),
         (lambda batch: al.edges.target(batch) & False, "positions are False in all tokens"),
     ):
         with pytest.raises(HookError, match=message), does_not_run(gpt2):
-            hooks(batches[0], where)
+            hooks(batches[0], positions=where)
 
 
 READ, ASKED = slice(2), slice(3, 15)

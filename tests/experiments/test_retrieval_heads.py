@@ -134,12 +134,6 @@ def test_it_equals_the_steps_of_qrhead(make: Any, tolerance: float, request: Any
         assert record.score.abs().max() > 0.01 and record.found.unique().numel() > 1
 
 
-def test_a_null_query_that_is_the_query_leaves_nothing(gpt2: Any) -> None:
-    for batches, right in ((documents(gpt2), RIGHT), (demonstrations(gpt2), None)):
-        record = al.retrieval_heads(gpt2, batches, batches, right=right, **QUIET)
-        assert not record.score.any() and not record.found.any() and record.raw.all()
-
-
 @pytest.mark.slow("many passes")
 def test_prompts_of_two_calls_have_the_same_numbers_of_queries(gpt2: Any) -> None:
     null = demonstrations(gpt2, ["N/A"] * 10, batch_size=3)

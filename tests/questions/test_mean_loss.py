@@ -129,10 +129,3 @@ def test_a_loss_that_does_not_fit_is_refused_before_any_pass(gpt2: Any) -> None:
         al.run(gpt2, [text], [al.Loss()], **QUIET)
     with pytest.raises(MetricError, match=r"loss.*one number"):
         al.run(gpt2, [text], [al.Loss(lambda logits, batch: logits)], **QUIET)
-
-
-def test_a_figure_shows_the_clean_run_beside_one_that_differs(gpt2: Any) -> None:
-    batches = questions(gpt2, 4)
-    for hooks, groups in ((None, 0), (without_heads(gpt2, CUT), 2)):
-        record = al.run(gpt2, batches, [al.Loss()], hooks=hooks, **QUIET)["loss"]
-        assert sum(len(bar.x) for bar in record.plot().data) == groups

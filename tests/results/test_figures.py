@@ -76,12 +76,8 @@ def test_bars_show_values_and_asymmetric_errors() -> None:
     first, second = (bar.marker for bar in figure.data)
     assert first.pattern.shape != second.pattern.shape and first.color != second.color
     assert second.pattern.fillmode == "overlay"  # otherwise no colour is left
-
-
-def test_bars_with_equal_or_numeric_names_stay_separate() -> None:
-    figure = bars(torch.ones(1, 3, 1), ["y"], ["2", "1", "1"], ["x"], title="")
-    assert figure.data[0].x == (0, 1, 2)
-    assert figure.layout.xaxis.ticktext == ("2", "1", "1")
+    figure = bars(torch.ones(1, 3, 1), ["y"], ["2", "1", "1"], ["x"], title="")  # stay separate
+    assert figure.data[0].x == (0, 1, 2) and figure.layout.xaxis.ticktext == ("2", "1", "1")
 
 
 def test_points_show_values_intervals_and_each_draw() -> None:
@@ -203,9 +199,7 @@ def test_heat_maps_show_values_and_gaps_in_the_same_colors() -> None:
     assert [note.text for note in figure.layout.annotations] == ["predicted", "actual"]
     assert figure.layout.yaxis.autorange == "reversed"
     assert (figure.layout.yaxis.ticktext, figure.layout.xaxis2.ticktext) == (("a", "b"), ("c", "d"))
-
-
-def test_numbers_on_both_sides_of_0_have_two_colors() -> None:
+    # Numbers on both sides of 0 have two colours.
     for values, middle in ((torch.tensor([[[-1.0, 2.0]]]), 0), (torch.ones(1, 1, 2), None)):
         figure = heat_map(values, None, None, title="", bar_title="")
         assert figure.layout.coloraxis.cmid == middle and figure.data[0].texttemplate is None
