@@ -136,26 +136,6 @@ def test_the_figure_leaves_out_what_is_known_by_definition() -> None:
 
 
 @pytest.mark.slow("many passes")
-@pytest.mark.filterwarnings("ignore:intervals of")
-def test_gains_have_the_intervals_of_compared_accuracies(gpt2: Any) -> None:
-    batches = questions(gpt2, 30)
-    record = ask(gpt2, batches, Compared(THREE), progress=False)
-    whole = al.run(gpt2, batches, [al.Accuracy()], progress=False)["accuracy"]
-    columns = dict(zip(THREE, record.correct.T, strict=True))
-    over_first = al.metrics.compare_accuracies(columns)
-    over_whole = al.metrics.compare_accuracies({"whole": whole.correct, **columns})
-    assert torch.equal(record.intervals["gain_over_first"], over_first.intervals["gain"])
-    bounds = over_whole.intervals["gain"][:, 1:]
-    assert torch.equal(record.intervals["gain_over_demonstrations"], bounds)
-    assert torch.equal(record.intervals["accuracy"], over_first.intervals["accuracy"])
-    assert "seconds" not in record.intervals and "stolen_by_layer" in record.intervals
-    # An interval of shares has a width also where all queries are alike.
-    assert record.label_loyalty[2] == 1 and record.intervals["label_loyalty"][0, 2] < 1
-    low, high = record.intervals["gain_over_first"][:, 1]
-    assert low < record.gain_over_first[1] < high
-
-
-@pytest.mark.slow("many passes")
 @pytest.mark.every_kind
 def test_reweighted_demonstrations_answer_as_whole_prompts_with_hooks(llama: Any) -> None:
     batches = questions(llama, 7, batch_size=4)
