@@ -1,5 +1,6 @@
 """Hard prompts: projection, search, text, and prompts with inserted tokens."""
 
+from copy import deepcopy
 from dataclasses import replace
 from functools import partial
 from types import SimpleNamespace
@@ -126,8 +127,6 @@ def test_plain_tokens_are_those_that_survive_decoding_and_encoding(
 
 
 def test_unused_tokens_are_not_plain(byte_level: Any) -> None:
-    from copy import deepcopy
-
     tokenizer, size = deepcopy(byte_level), len(byte_level)
     assert plain_tokens(tokenizer, size + 3)[size:].tolist() == [False] * 3
     tokenizer.add_tokens(["<unused7>", "abcabc"])
@@ -244,13 +243,10 @@ def test_a_search_is_the_algorithm_by_hand_on_plain_transformers(llama: Any, kee
     assert len(seen) > 1, "the search moves"
 
 
-def test_noise_follows_each_step(gpt2: Any) -> None:
-    noise = Mock(return_value=0.0)
-    searched(gpt2, method=hard_prompts.Descent(SGD, noise=noise), start=[300], steps=3)
-    assert [call.args for call in noise.call_args_list] == [(0, 3), (1, 3), (2, 3)]
-
-
-def test_noise_becomes_smaller_and_depends_on_seed_and_step(gpt2: Any) -> None:
+def test_noise_follows_each_step_becomes_smaller_and_depends_on_the_seed(gpt2: Any) -> None:
+    given = Mock(return_value=0.0)
+    searched(gpt2, method=hard_prompts.Descent(SGD, noise=given), start=[300], steps=3)
+    assert [call.args for call in given.call_args_list] == [(0, 3), (1, 3), (2, 3)]
     batch = questions(gpt2, 2)[0]
     noise = hard_prompts.Langevin(rate=0.5)
     assert [noise(step, 4) for step in (0, 2, 4)] == pytest.approx([1.0, 0.1, 0.01])

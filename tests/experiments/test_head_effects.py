@@ -92,12 +92,9 @@ def test_effects_belong_to_the_outputs_that_replace_heads(gpt2: Any, tmp_path: P
         al.head_effects(gpt2, prompts(gpt2, slice(6, 9)), shuffled, **options)
 
 
-def test_a_site_of_single_heads_needs_one() -> None:
-    assert al.Site.of_heads([(2, 1), (0, 1), (2, 0)]).heads == {2: [1, 0], 0: [1]}
-
-
 def test_outputs_of_another_width_are_refused(gpt2: Any) -> None:
     [batch] = prompts(gpt2, slice(1))
+    assert al.Site.of_heads([(2, 1), (0, 1), (2, 0)]).heads == {2: [1, 0], 0: [1]}
     for outputs in (torch.zeros(3, 2, 11), torch.ones(3, 2, 13)):
         with pytest.raises(AnchorlensError, match=r"layer 1 gives out 12 numbers; got 1[13]"):
             [(_, write)] = al.replace_heads(gpt2, batch, outputs, al.Site(1, 0))

@@ -58,12 +58,8 @@ def test_scores_equal_those_by_hand(score: Any, dtype: torch.dtype) -> None:
     assert scores.dtype == (torch.float64 if dtype == torch.float64 else torch.float32)
     tolerance = 1e-12 if dtype == torch.float64 else 1e-5
     np.testing.assert_allclose(scores.double(), expected, atol=tolerance)
-
-
-def test_scores_have_a_gradient() -> None:
-    logits = torch.randn(2, 9, dtype=torch.float64, requires_grad=True)
-    for score in BY_HAND:
-        assert torch.autograd.gradcheck(al.prompts.Verbalizer(IDS, score).scores, logits)
+    given = logits[:2].double().requires_grad_()
+    assert torch.autograd.gradcheck(al.prompts.Verbalizer(IDS, score).scores, given)
 
 
 def test_a_batch_without_several_words_scores_by_its_logits(byte_level: Any) -> None:

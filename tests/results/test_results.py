@@ -100,6 +100,8 @@ def test_a_table_contains_each_number_once() -> None:
     assert (row["value"], row["low"], row["high"]) == pytest.approx((0.5, 0.4, 0.6))
     assert frame[frame.quantity == "each"].set_index("prompt").value.to_dict() == {0: 8.0, 1: 9.0}
     assert frame[frame.quantity == "confusion"].value.isna().sum() == 2
+    bare = make_record(info={"labels": None}, intervals={}).to_frame()
+    assert set(bare["class"].dropna()) == {0, 1} and "low" not in bare
 
 
 def test_numbers_of_random_weights_are_rows_with_the_number_of_the_draw() -> None:
@@ -112,12 +114,6 @@ def test_numbers_of_random_weights_are_rows_with_the_number_of_the_draw() -> Non
     of_mean = frame[frame.quantity == "mean of random weights"].set_index("draw").value
     assert of_mean[0] == 0.25 and np.isnan(of_mean[1])
     assert len(frame) == len(make_record().to_frame()) + 14
-
-
-def test_classes_without_names_are_numbered() -> None:
-    frame = make_record(info={"labels": None}, intervals={}).to_frame()
-    assert set(frame["class"].dropna()) == {0, 1}
-    assert "low" not in frame
 
 
 VALUES = torch.tensor([1.0, 2.0])
