@@ -310,16 +310,6 @@ def test_a_part_that_fails_leaves_the_others(small: Any, monkeypatch: pytest.Mon
 
 
 @pytest.mark.slow("many passes")
-def test_prompts_that_are_too_long_do_not_stop_the_other_tasks(byte_level: Any) -> None:
-    small = al.load_model(tiny_gpt2(len(byte_level), n_positions=146), tokenizer=byte_level)
-    questions = al.load_examples("questions")
-    tasks = {"questions": (questions, questions), **EMOTIONS}
-    with pytest.raises(RunError, match=r"questions, figures: a prompt has .* tokens") as raised:
-        al.paper(small, tasks, parts=["figures"], **QUICK_ONE)
-    assert not raised.value.results["questions"] and raised.value.results["emotions"]
-
-
-@pytest.mark.slow("many passes")
 def test_what_is_stored_is_read_and_another_run_is_refused(
     small: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
