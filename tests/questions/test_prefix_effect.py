@@ -201,29 +201,6 @@ def test_a_context_of_all_tokens_acts_as_the_demonstrations(model: Any) -> None:
 
 
 @pytest.mark.slow("many passes")
-def test_a_context_of_some_tokens_acts_as_these_keys(gpt2: Any) -> None:
-    """It acts as the whole prompt without the edges from the query to the other tokens."""
-    batches = questions(gpt2, 4)
-    context = al.compress(gpt2, batches[0], select=al.contexts.selection.anchors_and_format)
-    effect = ask(gpt2, batches, al.PrefixEffect(context=context, rows=al.edges.target), **QUIET)
-    (batch,) = batches
-    metric = al.PrefixEffect(
-        keys={"context": lambda batch: al.edges.demonstrations(batch) & selected(batch, context)},
-        rows=al.edges.target,
-    )
-    dropped = al.edges.demonstrations(batch) & ~selected(batch, context)
-    hooks = al.block_edges(gpt2, batch, al.edges.between(al.edges.query(batch), dropped), range(3))
-    query_pass = al.contexts.QueryPass(batch, None, hooks)
-    rows = effect_contributions(gpt2, query_pass, metric.segments_of(batch), metric.rows_of(batch))
-    expected = metric.result(al.Contributions(rows))
-    for name in ("stolen", "direct", "concentration", "effective_rank", "spread"):
-        assert getattr(effect, name).allclose(getattr(expected, name), atol=1e-5), name
-    assert (effect.indirect - expected.indirect).abs().max() < 1e-5
-    whole = ask(gpt2, batches, al.PrefixEffect(rows=al.edges.target), **QUIET)
-    assert float((whole.stolen - effect.stolen).min()) > 0
-
-
-@pytest.mark.slow("many passes")
 def test_the_keys_of_a_context_are_divided_into_segments(gpt2: Any) -> None:
     """Two of the label words are stored, at other columns than in the prompt."""
     batches = questions(gpt2, 4)
@@ -250,12 +227,6 @@ def test_the_keys_of_a_context_are_divided_into_segments(gpt2: Any) -> None:
     assert (of_text > 1e-4).all() and (of_labels > 1e-4).all()
     assert effect.stolen_by_segment[..., 2:].sum() == 0
     assert of_anchors.stolen.equal(of_labels)
-
-
-def selected(batch: al.PromptBatch, context: al.contexts.CompressedContext) -> Tensor:
-    mask = torch.zeros_like(batch.attention_mask)
-    mask[:, : len(context.selected)] = context.selected
-    return mask
 
 
 @pytest.mark.slow("many passes")
