@@ -1,6 +1,6 @@
-"""How likely answers are with some segments only, against plain transformers with masks."""
+"""Segments are removed, and how likely answers are then, against plain transformers with masks."""
 
-from dataclasses import replace
+from dataclasses import fields, replace
 from decimal import Decimal, localcontext
 from functools import partial
 from math import log, prod
@@ -21,6 +21,7 @@ from anchorlens.ablation.likelihood import (
     log_odds_of,
     subsets_of,
 )
+from anchorlens.errors import PromptError
 from anchorlens.runs.study import Study
 from tests.support.asked import scored
 from tests.support.measures import logits_of
@@ -40,7 +41,6 @@ def study_of(model: Any, batches: list[al.PromptBatch]) -> Study:
 def outcomes(
     model: Any, batches: list[al.PromptBatch], count: int = 6, **options: Any
 ) -> tuple[list[Answers], list[Tensor], list[Any]]:
-    """The answers of each batch, random subsets, and the outcome of each."""
     with study_of(model, batches).entered() as study:
         given: dict[str, Any] = {"segments": None, "answer": None, "remove": al.removal.edges}
         given |= options
@@ -139,26 +139,6 @@ def test_log_odds_are_those_of_plain_transformers(
                 assert ours == pytest.approx(expected, rel=0, abs=tolerance)
 
 
-@pytest.mark.quick_cases("many passes", "gpt2")
-@pytest.mark.every_kind
-def test_all_segments_are_the_clean_run_bit_for_bit(model: Any) -> None:
-    batches = questions(model, 4, batch_size=2)
-    logits = al.target_logits(model, batches, progress=False)
-    parts = ["text", "label", "format"]
-    answers, kept, got = outcomes(model, batches, count=8, segments=parts)  # all subsets of three
-    clean = torch.cat([of_batch.clean.log_odds for of_batch in answers])
-    predicted = logits[:, batches[0].label_token_ids].argmax(1)
-    words = batches[0].label_token_ids[predicted].tolist()
-    order = torch.cat([batch.index for batch in batches])
-    assert torch.equal(clean, log_odds_of(logits, words)[order])
-    for of_batch, subsets, outcome in zip(answers, kept, got, strict=True):
-        whole = subsets.all(-1)
-        assert (whole.sum(1) == 1).all()
-        assert torch.equal(outcome.log_odds[whole], of_batch.clean.log_odds)
-        assert torch.equal(outcome.log_prob[whole], of_batch.clean.log_prob)
-        assert (outcome.log_odds[:, :5] != of_batch.clean.log_odds[:, None]).any()
-
-
 def test_log_odds_are_exact_where_a_probability_is_near_0_or_1() -> None:
     """In words of three: the others have the logits 0 and 0."""
     for chance in (1 - 1e-12, 1e-30, 0.25):
@@ -244,3 +224,94 @@ def test_a_removal_of_ones_own_can_use_plain_hooks(gpt2: Any) -> None:
     rows = logits_of(gpt2, batch, silence(gpt2, batch, removed)[1])
     expected = log_odds_of(rows, [word for [word] in first.tokens])
     torch.testing.assert_close(outcome.log_odds[:, 0], expected, rtol=0, atol=1e-4)
+
+
+TASK = al.Task(
+    "Review: {text}\nSentiment:{label}", (" Negative", " Positive"), instructions="Say it.\n"
+)
+LONG = al.Task("In: {text}\nOut:{label}", labels=(" Table", " Window"), separator=" ;\n")
+DEMOS = [al.Example(f"text {k} is here", k % 2) for k in range(4)]
+QUERIES = [al.Example("short", 0), al.Example("and a longer one", 1)]
+
+
+@pytest.mark.parametrize("side", ["left", "right"])
+@pytest.mark.parametrize("task", [TASK, LONG], ids=["instructions", "long separator"])
+def test_a_prompt_without_a_demonstration_is_as_it_would_be_built(
+    side: Any, task: al.Task, gpt2: Any, tokenizer: Any
+) -> None:
+    """Every field of the batch, after a BOS or without one."""
+    [batch] = al.build_prompts(tokenizer, task, DEMOS, QUERIES, padding_side=side)
+    for number in range(4):
+        rest = DEMOS[:number] + DEMOS[number + 1 :]
+        [expected] = al.build_prompts(tokenizer, task, rest, QUERIES)
+        changed, hooks = al.removal.text(gpt2, batch, al.edges.demonstration(batch, number))
+        assert not hooks and changed.begins_with_bos == (tokenizer.pad_token is not None)
+        for field in fields(changed):
+            ours, theirs = getattr(changed, field.name), getattr(expected, field.name)
+            is_tensor = isinstance(ours, torch.Tensor)
+            assert torch.equal(ours, theirs) if is_tensor else ours == theirs, field.name
+
+
+def test_scattered_tokens_are_deleted_as_from_a_list(gpt2: Any) -> None:
+    [batch] = questions(gpt2, 3, padding_side="left")
+    drawn = torch.rand(batch.tokens.shape, generator=torch.Generator().manual_seed(0)) < 0.4
+    # All label words, and others also under padding.
+    removed = (drawn | al.edges.anchors(batch)) & ~al.edges.target(batch)
+    before = batch.tokens.clone()
+    changed, _ = al.removal.text(gpt2, batch, removed)
+    assert torch.equal(batch.tokens, before) and not changed.has_label_words
+    assert changed.label_positions.shape == (3, 0) and changed.labels == ()
+    for row in range(3):
+        stays = [
+            position
+            for position in range(batch.tokens.shape[1])
+            if batch.attention_mask[row, position] and not removed[row, position]
+        ]
+        inside = changed.attention_mask[row]
+        for name in ("tokens", "segments"):
+            assert getattr(changed, name)[row, inside].tolist() == [
+                int(getattr(batch, name)[row, position]) for position in stays
+            ]
+        assert int(changed.target_positions[row]) == stays.index(int(batch.target_positions[row]))
+        from_query = [position for position in stays if position >= batch.query_start[row]]
+        assert int(changed.query_start[row]) == stays.index(from_query[0])
+        assert inside.tolist() == [k < len(stays) for k in range(len(inside))]
+
+
+def test_a_label_word_of_which_a_token_is_removed_is_none(byte_level: Any, gpt2: Any) -> None:
+    [batch] = al.build_prompts(byte_level, LONG, DEMOS, QUERIES)
+    last = al.edges.at(batch, batch.label_ends[:, 1:2])
+    changed, _ = al.removal.text(gpt2, batch, last)
+    kept = [0, 2, 3]
+    moved = batch.label_positions[:, kept] - torch.tensor([0, 1, 1])
+    assert torch.equal(changed.label_positions, moved) and changed.has_label_words
+    assert torch.equal(changed.label_classes, batch.label_classes[:, kept])
+    # Of the two prompts one loses a label word: there is no table of label words.
+    changed, _ = al.removal.text(gpt2, batch, last & torch.tensor([[True], [False]]))
+    assert not changed.has_label_words and changed.attention_mask.sum(1).diff() != 0
+
+
+def test_without_its_bos_a_prompt_begins_with_none(gemma3: Any) -> None:
+    [batch] = questions(gemma3, 2)
+    changed, _ = al.removal.text(gemma3, batch, al.edges.bos(batch))
+    assert batch.begins_with_bos and not changed.begins_with_bos
+    assert torch.equal(changed.tokens[:, 0], batch.tokens[:, 1])
+
+
+@pytest.mark.parametrize("remove", [al.removal.edges, al.removal.text])
+def test_removing_nothing_gives_the_batch_itself(remove: Any, gpt2: Any) -> None:
+    [batch] = questions(gpt2, 2)
+    changed, hooks = remove(gpt2, batch, ~batch.attention_mask)
+    assert changed is batch and not hooks
+
+
+@pytest.mark.parametrize("remove", [al.removal.edges, al.removal.text])
+def test_other_positions_than_those_of_the_batch_are_an_error(remove: Any, gpt2: Any) -> None:
+    [batch] = questions(gpt2, 2)
+    for wrong in (batch.attention_mask[:, 1:], batch.tokens):
+        with pytest.raises(PromptError, match=r"removed must be .* True and False .*got torch"):
+            remove(gpt2, batch, wrong)
+    with pytest.raises(PromptError, match="the target position is removed"):
+        al.removal.text(gpt2, batch, al.edges.query(batch))
+    segments = replace(batch, verbalizer=None, labels=())
+    assert not al.removal.text(gpt2, segments, al.edges.bos(batch))[1]

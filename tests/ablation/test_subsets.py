@@ -177,13 +177,6 @@ def test_a_sum_over_segments_gives_its_weights(method: Any) -> None:
     torch.testing.assert_close(scores, weights, rtol=0, atol=1e-6)
 
 
-def test_one_by_one_is_what_is_lost_without_each() -> None:
-    kept = al.subsets.one_by_one.draw(6, generator())
-    assert kept.shape == (7, 6) and kept[0].all() and (~kept[1:]).sum() == 6
-    scores = al.subsets.one_by_one.scores(kept, game(kept))
-    assert scores.tolist() == [2, 2, 2, -2, 0, 1]
-
-
 def test_lasso_is_the_pipeline_of_scikit_learn() -> None:
     kept = al.subsets.random(40, 6, generator())
     y = game(kept) + torch.randn(40, generator=generator(), dtype=torch.double)

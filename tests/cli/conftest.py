@@ -19,8 +19,6 @@ def quick_commands(quick: None) -> None: ...
 
 
 class Told(NamedTuple):
-    """What a command gave back and printed."""
-
     status: int
     out: str
     err: str
@@ -33,8 +31,6 @@ class Told(NamedTuple):
 
 @pytest.fixture
 def call(monkeypatch: pytest.MonkeyPatch, capsys: Any) -> Callable[..., Told]:
-    """Runs a command in this process."""
-
     def called(*arguments: str) -> Told:
         monkeypatch.setattr(sys, "argv", ["anchorlens", *arguments])
         monkeypatch.setattr("warnings.formatwarning", None)  # main sets it; monkeypatch restores it
@@ -46,7 +42,6 @@ def call(monkeypatch: pytest.MonkeyPatch, capsys: Any) -> Callable[..., Told]:
 
 
 def saved(weights: Any, tokenizer: Any, folder: Path) -> str:
-    """A model in a folder, whose path it gives."""
     weights.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     return str(folder)
@@ -60,7 +55,6 @@ def ended(call: Callable[..., Told], status: int, *arguments: str) -> Told:
 
 @pytest.fixture
 def done(call: Callable[..., Told]) -> Callable[..., Told]:
-    """Runs a command that does its work."""
     return partial(ended, call, 0)
 
 

@@ -1,13 +1,18 @@
-"""A mistake on the command line is an error of one line, most often before weights are loaded."""
+"""Mistakes are told in one line, in words of the command, most often before weights are loaded."""
 
+import ast
 import json
+import re
+import warnings
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from anchorlens.cli.wording import in_words_of_the_command
 from tests.support.image_models import picture
 from tests.support.tiny_models import tiny_gpt2
+from tests.test_architecture import NODES
 
 FILES: dict[str, list[dict[str, Any]]] = {
     "good": [{"text": f"film {k}", "label": k % 2} for k in range(60)],
@@ -67,16 +72,13 @@ def data(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         ("run", "DATA", "news", "there is no file or folder news"),
         ("run", "DATA", "three.jsonl", "has the label 2, but the task has the classes 0 to 1"),
         ("run", "DATA", "one.jsonl", "no demonstration for the labels [' Positive']"),
-        ("run", "DATA", "few.jsonl", "11 queries are asked for, but only 4 examples are left"),
         ("run", "DATA", "unlabelled.jsonl", "has the columns ['text'], but not ['label']; name"),
         ("run", "DATA", "words.jsonl", "a class (an integer from 0; list others with --classes"),
         ("run", "--task", "sst3", "there is no task 'sst3'; choose one of sst2, trec"),
-        ("run", "--shots", HUGE, f"{HUGE} of each class are asked for, but there are fewer"),
         ("run", "--shots", "99", "fewer examples of some ('Negative' 51, 'Positive' 51); lower"),
         ("run", "--queries", HUGE, f"{HUGE} queries are asked for, but only"),
         ("run", "--seed", "1,1", "--seed takes different whole numbers, repeated or separated by"),
         ("run", "--out", "good.jsonl", "--out good.jsonl cannot be a folder: File exists"),
-        ("run", "--out", "good.jsonl/under", "cannot be a folder: Not a directory"),
         ("run", "--out", "taken", "--out taken/sentiment cannot be a folder: File exists"),
         ("run", "--out", "folders", "folders/report.html is a folder, so that no file can have"),
         ("run", "--out", "/proc", "--out /proc cannot be written into"),
@@ -92,21 +94,15 @@ def data(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         ("paper", "--task", "news,good.jsonl", "good.jsonl is no task; a data file stands alone"),
         ("paper", "--task", "a/x.toml,b/x.toml", "a/x.toml cannot be read: No such"),
         ("paper", "DATA", "three", "there are 2 classes, but 3 in the data"),
-        ("paper", "DATA", "one", "there are 2 classes, but 1 in the data"),
-        ("paper", "DATA", "few", "but 4 of each class are asked for; lower shots or give more"),
         ("paper", "DATA", "unlabelled", "name the right ones (--text-column and --label-column)"),
-        ("paper", "DATA", "words", "expected a text and a class (an integer from 0; list others"),
         ("paper", "--tasks", "sst2,trek", "there is no task 'trek'; choose one of sst2, trec"),
         ("paper", "--tasks", ",", "--task takes different words, repeated or separated by commas"),
         ("paper", "--tasks", "news,news", "got 'sentiment', 'news', 'news'"),
         ("paper", "--queries", HUGE, f"sentiment: {HUGE} queries are asked for, but only"),
         ("paper", "--seeds", "1,01", "--seed takes different whole numbers"),
-        ("paper", "--seeds", "1,x", "--seed takes different whole numbers, repeated or separated"),
-        ("paper", "--seeds", "", "--seed takes different whole numbers, repeated or separated by"),
         ("paper", "--out", "good.jsonl", "--out good.jsonl cannot be a folder: File exists"),
         ("demo", "--queries", HUGE, f"{HUGE} queries are asked for, but only"),
         ("demo", "--out", "good.jsonl", "--out good.jsonl cannot be a folder: File exists"),
-        ("contexts", "--task", "sst3", "there is no task 'sst3'; choose one of"),
         ("contexts", "--training", "999", "--training 999 and --held-out 16 need 1015 examples"),
         ("contexts", "--queries", "999", "999 queries are asked for, but only"),
         ("contexts", "DATA", "none", "there is no file or folder none"),
@@ -171,3 +167,46 @@ def test_a_model_without_a_tokenizer_or_with_a_short_one_is_an_error(
 def test_numbers_out_of_range_are_usage_errors(call: Any, option: str, value: str) -> None:
     told = call(*RUN, "--model", "x", option, value)
     assert told.status == 2 and f"Invalid value for '{option}'" in told.err
+
+
+@pytest.mark.parametrize(
+    ("message", "option", "told"),
+    [
+        ("try float32 (dtype=torch.float32), and", "--dtype", "try float32 (--dtype float32), and"),
+        ("try float32 (dtype=torch.float32), and", "--model", ""),
+        ("leave the type (dtype=) of weights", "--dtype", "leave the type (--dtype) of weights"),
+        ("start over (al.forget_run). prompts", "--fresh", "start over (--fresh). prompts"),
+        ("of one prompt (batch_size=1), or", "--batch-size", "of one prompt (--batch-size 1), or"),
+        ("use gradient_checkpointing=True", "--gradient-checkpointing", "use --gradient-checkpo"),
+        ("(text= and label=) or rename", "--text-column", "(--text-column and label=) or rename"),
+        ("one of classes=['a', 'b'])", "--classes", "one of --classes ['a', 'b'])"),
+        ("my.label=3 and new_label=3", "--label-column", ""),
+        ("fewer, or build_prompts(..., drop_too_long=True)", "--shots", "fewer"),
+    ],
+)
+def test_an_argument_is_told_as_the_option_that_a_command_has(
+    message: str, option: str, told: str
+) -> None:
+    assert (told or message) in in_words_of_the_command(message, [option])
+
+
+@pytest.mark.slow("whole commands")
+def test_the_library_names_no_option_of_the_command() -> None:
+    """Its users have none; the command translates arguments of Python by one table."""
+    docs = {id(node.value) for _, node in NODES if isinstance(node, ast.Expr)}
+    named = {
+        (name, option)
+        for name, node in NODES
+        if isinstance(node, ast.Constant) and isinstance(node.value, str) and id(node) not in docs
+        for option in re.findall(r"(?<![\w-])--[a-z][\w-]*", node.value)
+    }
+    assert ("cli.commands", "--version") in named
+    others = {option for name, option in named if not name.startswith("cli.")}
+    assert others <= {"--multi_gpu", "--nproc-per-node", "--merge"}, "of other programs"
+
+
+def test_a_warning_is_printed_once_in_words_of_the_command(call: Any) -> None:
+    assert call("models", "gpt2", "--json").status == 1
+    message = "few; use more queries, or resamples=0 for no intervals"
+    lines = [warnings.formatwarning(message, UserWarning, "file", line) for line in (1, 2)]
+    assert lines == ["warning: few; use more queries\n", ""]

@@ -92,8 +92,6 @@ def test_check_names_wrapped_attention_and_prompts_that_are_too_long(
 def test_check_prints_its_table_if_metrics_fail(
     done: Any, monkeypatch: Any, shallow_folder: Path, fails: str
 ) -> None:
-    """A pass that is not finite ends one metric; the other analyses are still tried."""
-
     def run(model: Any, batches: Any, asked: Any, **options: Any) -> Any:
         metrics = [each for each in asked if isinstance(each, al.Metric)]
         if fails == "gradients":

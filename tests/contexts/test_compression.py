@@ -16,9 +16,7 @@ from anchorlens.passes.forward import run_pass
 from anchorlens.prompts.segment_names import FORMAT, LABEL, OTHER, TEXT
 from tests.support.measures import centred, difference, logits_of, same
 from tests.support.plain_prompts import rows
-from tests.support.tiny_models import questions, tiny_llama
-
-QUIET: dict[str, Any] = {"progress": False, "resamples": 0}
+from tests.support.tiny_models import questions
 
 
 def shared(batch: al.PromptBatch) -> al.PromptBatch:
@@ -242,12 +240,3 @@ def test_text_anchor_prompts_have_label_words_and_format_only(byte_level: Any) -
     for ours, theirs in zip(*pairs, strict=True):
         assert byte_level.decode(ours.tokens[: ours.query_start]) == text
         assert ours.tokens[ours.query_start :] == theirs.tokens[theirs.query_start :]
-
-
-@pytest.mark.slow("trained contexts")
-def test_low_precision_equals_masking_approximately(hooked: Any, sentencepiece_like: Any) -> None:
-    model = hooked(tiny_llama(len(sentencepiece_like)).bfloat16(), sentencepiece_like)
-    batch = questions(model, 4)[0]
-    context = al.compress(model, batch)
-    assert context.info["dtype"] == "bfloat16"
-    assert difference(context.logits(model, batch), masked(model, batch, context.selected)) < 0.06

@@ -18,7 +18,7 @@ from anchorlens.errors import ModelError, PromptError, StoreError
 from tests.support.measures import centred, difference, does_not_run, same
 from tests.support.peft_oracle import peft_logits, saved_by_peft
 from tests.support.tiny_models import questions, tiny_gemma3, tiny_gpt2, tiny_llama
-from tests.support.trained_contexts import split, train_hard_prompt, train_soft_prompt, trained
+from tests.support.trained_contexts import trained
 
 pytestmark = pytest.mark.filterwarnings(
     "ignore:`is_gradient_checkpointing` is deprecated:FutureWarning"
@@ -65,26 +65,6 @@ def test_peft_gives_the_logits_of_a_context(pair: tuple[Any, Any], tmp_path: Pat
         with_bos = peft_logits(weights, folder, batch, bos_of(batch).tolist())
         changes = difference(centred(with_bos), centred(expected)) > 1e-3
         assert changes == bool(len(bos_of(batch)))
-
-
-@pytest.mark.slow("trained contexts")
-def test_every_kind_of_context_becomes_an_adapter(llama: Any, tmp_path: Path) -> None:
-    training, held_out = split(llama)
-    batch, weights = held_out[0], plain("llama", llama)
-    call: dict[str, Any] = {"held_out": held_out, "length": 2, "steps": 1, "progress": False}
-    contexts: list[Any] = [
-        train_soft_prompt(llama, training, **call),
-        train_hard_prompt(llama, training, **call),
-        al.compress(llama, training[0], positions=placement.rebased),
-    ]
-    for number, context in enumerate(contexts):
-        folder = context_to_peft(context, llama, tmp_path / str(number))
-        logits = peft_logits(weights, folder, batch)
-        assert difference(logits, context.logits(llama, batch)) < LIMIT
-        back = context_from_peft(folder, llama)
-        assert difference(back.logits(llama, batch), logits) < LIMIT
-    compressed = contexts[-1]
-    assert torch.equal(back.tokens, compressed.tokens[compressed.selected])
 
 
 @pytest.mark.slow("trained contexts")
@@ -161,12 +141,14 @@ def test_a_context_comes_back_bit_for_bit(pair: tuple[Any, Any], tmp_path: Path)
 
 @pytest.mark.slow("trained contexts")
 def test_a_folder_that_peft_saved_again_holds_the_bos(llama: Any, tmp_path: Path) -> None:
-    context, (batch,) = trained(llama), questions(llama, 2)
-    folder = context_to_peft(context, llama, tmp_path / "adapter")
-    weights = folder / "adapter_model.safetensors"
-    save_file(load_file(weights), weights, metadata={"format": "pt"})
-    again = context_from_peft(folder, llama, batch, tokens_after=[])
-    assert torch.equal(again.logits(llama, batch), context.logits(llama, batch))
+    (batch,) = questions(llama, 2)
+    for context in (trained(llama), al.compress(llama, batch, positions=placement.rebased)):
+        folder = context_to_peft(context, llama, tmp_path / "adapter")
+        assert torch.equal(context_from_peft(folder, llama).tokens, context.cached_tokens)
+        weights = folder / "adapter_model.safetensors"
+        save_file(load_file(weights), weights, metadata={"format": "pt"})
+        again = context_from_peft(folder, llama, batch, tokens_after=[])
+        assert difference(again.logits(llama, batch), context.logits(llama, batch)) < LIMIT
 
 
 def test_no_virtual_token_is_taken_for_a_bos(llama: Any, tmp_path: Path) -> None:

@@ -29,7 +29,6 @@ def adam(lr: float) -> Any:
 
 @pytest.fixture
 def whole(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """A function; after its call prompts run as a whole, without a cache."""
     return lambda: monkeypatch.setattr(reweighted, "why_not_shared", lambda model: "no cache")
 
 

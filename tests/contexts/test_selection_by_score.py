@@ -111,20 +111,6 @@ def test_as_many_positions_as_asked_for_are_stored(model: Any) -> None:
     assert "scored" not in everything.info and few.selected[demos.segments[0] == OTHER].all()
 
 
-def test_a_window_of_one_token_is_the_last_row(gpt2: Any) -> None:
-    [batch] = questions(gpt2, 3)
-    demos = shared(batch)
-    ours, _ = scores_of(gpt2, by_score("most read", window=1), batch)
-    last = torch.full((1, 1), demos.tokens.shape[1] - 1)
-    row = selection.ByScore(
-        lambda cache, seen: seen["row"][0, :, :, 0],
-        reads=lambda demonstrations: {"row": al.reads.At("pattern", last)},
-    )
-    expected, _ = scores_of(gpt2, row, batch)
-    around = avg_pool1d(expected.mean(1)[:, :-1], 5, 1, padding=2)
-    assert torch.allclose(ours[:, :-1], around, atol=1e-7)
-
-
 def test_of_equal_scores_the_lower_positions_are_stored(llama: Any) -> None:
     batch = questions(llama, 3)[0]
     equal = selection.ByScore(lambda cache, seen: cache.keys[0].new_zeros(len(cache)), 30, last=2)
@@ -181,27 +167,11 @@ def test_random_tokens_are_drawn_from_all_that_is_not_always_stored(llama: Any) 
 
 
 @pytest.mark.slow("trained contexts")
-def test_contexts_by_score_are_compared_like_others(llama: Any) -> None:
-    batches = [batch for seed in (1, 2) for batch in questions(llama, 3, seed=seed)]
-    names: Any = "small keys", "heavy hitters"
-    selects = {name: by_score(name) for name in names}
-    scored: Any = {name: partial(al.compress, select=selects[name]) for name in names}
-
-    def positions(model: Any, batch: al.PromptBatch, name: str) -> Any:
-        selected = selects[name].of(model, batch)
-        return al.compress(model, batch, lambda demonstrations: selected)
-
-    given = {f"{name} by hand": partial(positions, name=name) for name in selects}
-    options: dict[str, Any] = {"repeats": 0, "draws": 2, "control": selection.random_tokens}
-    asked = al.ContextComparison({"anchors": al.compress} | scored | given, **options)
-    record = ask(llama, batches, asked, **QUIET)
-    assert torch.equal(record.kl[1:3], record.kl[3:])
-    assert len(set(record.bytes_stored.tolist())) == 1 and len(set(record.kl.tolist())) == 3
-    assert record.info["control"] == "random_tokens" and len(set(record.random_kl.tolist())) == 2
-    control = replace(selects["small keys"], keep=60)
+def test_a_score_may_be_the_control_of_a_comparison(llama: Any) -> None:
+    control = replace(by_score("small keys"), keep=60)
     contexts: dict[str, Any] = {"60": partial(al.compress, select=control)}
     drawn = al.ContextComparison(contexts, draws=1, control=lambda seed: control, repeats=0)
-    record = ask(llama, batches[:1], drawn, **QUIET)
+    record = ask(llama, questions(llama, 3), drawn, **QUIET)
     assert torch.equal(record.random_kl, record.kl)
 
 

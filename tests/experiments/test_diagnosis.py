@@ -15,7 +15,6 @@ from anchorlens.experiments.diagnosis import class_orders, permutation_test
 
 
 def matrix_of(n_classes: int, seed: int, n_layers: int = 1) -> Tensor:
-    """Symmetric Float["layer class class"] with values from 0 to 1 and zeros on the diagonals."""
     generator, sizes = torch.Generator().manual_seed(seed), (n_layers, n_classes, n_classes)
     values = torch.rand(sizes, generator=generator, dtype=torch.double).triu(1)
     return values + values.mT
@@ -129,20 +128,6 @@ def test_orders_are_permutations_with_the_identity_first(n_classes: int, count: 
     # Each class is at each position equally often, up to 5 standard errors.
     share = torch.nn.functional.one_hot(orders[1 if n_classes > 7 else 0 :]).double().mean(0)
     assert (share - 1 / n_classes).abs().max() < (0.0 if n_classes < 8 else 5 * 0.0047) + 1e-9
-
-
-def test_orders_without_a_correlation_count_in_the_p_value() -> None:
-    """Only one pair has another distance. If it is an unknown pair, known distances are equal."""
-    distance = torch.ones(1, 3 + 1, 3 + 1, dtype=torch.double)
-    distance[0, 0, 1] = distance[0, 1, 0] = 0.5
-    confusion = matrix_of(4, seed=0)[0] / 2 + 0.5
-    confusion[0, 1] = confusion[1, 0] = 0.1
-    for a, b in ((0, 3), (1, 3), (2, 3)):
-        confusion[a, b] = confusion[b, a] = torch.nan
-    diagnosis = al.diagnose(record_of(distance, confusion))
-    # Class 3 has no confusions. The pair with another distance becomes (0, 1) in 4 of 24 orders,
-    # and one of the three unknown pairs in 12.
-    assert float(diagnosis.p_value[0]) == pytest.approx((4 + 12) / 24)
 
 
 def test_a_layer_without_distances_is_nan_and_the_others_are_not() -> None:

@@ -84,7 +84,6 @@ def test_a_function_that_gives_the_edges_of_the_paper_is_as_that_of_the_package(
 
 
 def in_long_queries(batch: al.PromptBatch) -> Tensor:
-    """Edges inside queries of more than 22 tokens."""
     query = edges.query(batch) & (edges.query(batch).sum(1, keepdim=True) > 22)
     return edges.between(query, query)
 

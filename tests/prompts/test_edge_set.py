@@ -1,8 +1,9 @@
-"""Sets of edges: their rows, joins and what torch does with them, against whole tables."""
+"""Sets of edges: rows, joins, classes, and what torch does with them, against whole tables."""
 
 import copy
 import pickle
 from collections.abc import Callable
+from operator import and_, or_
 from typing import Any
 
 import numpy as np
@@ -12,18 +13,18 @@ from torch import Tensor
 
 import anchorlens as al
 from anchorlens.errors import PromptError
+from anchorlens.metrics.edge_sums import ClassSums, EdgeSets, _by_classes
+from anchorlens.prompts.edge_set import EdgeSet
 from anchorlens.system import row_pieces
 from tests.support.tiny_models import questions
 
 
 def within(batch: al.PromptBatch, queries: Tensor, keys: Tensor) -> Tensor:
-    """A table of all edges from queries to earlier keys."""
     earlier = torch.ones(batch.tokens.shape[1], batch.tokens.shape[1]).tril(-1).bool()
     return queries[:, :, None] & keys[:, None] & earlier
 
 
 def own_table(batch: al.PromptBatch) -> Tensor:
-    """A table of one prompt, for all prompts."""
     return torch.ones(batch.tokens.shape[1], batch.tokens.shape[1]).tril(-3).bool()
 
 
@@ -78,22 +79,13 @@ def test_sets_are_lazy_and_equal_tables(name: str, batch: al.PromptBatch) -> Non
 
 # Whatever else a tensor can do. Each gives a plain tensor, or another object of Python.
 OPERATIONS: list[Callable[[Any], Any]] = [
-    lambda e: e[1],
     lambda e: e[:, 5:9, 2],
-    lambda e: e.tril(-3),
-    lambda e: e.sum((1, 2)),
-    lambda e: e ^ e.tril(-5),
     lambda e: e == e.tril(-5),
     lambda e: e & False,
     lambda e: True | e,
     lambda e: e.float(),
-    lambda e: torch.where(e, 2.0, -1.0),
-    lambda e: torch.logical_or(e, torch.ones_like(e)),
     lambda e: torch.stack([e, ~e], 1),
     lambda e: torch.arange(e.numel()).view(e.shape)[e],
-    lambda e: torch.zeros(e.shape).masked_fill(e, 1.0),
-    lambda e: e.nonzero(),
-    lambda e: e.diagonal(dim1=1, dim2=2),
     lambda e: list(e)[2],
     lambda e: e.detach(),
     lambda e: torch.tensor(e.tolist()),
@@ -116,9 +108,7 @@ def test_torch_does_with_sets_what_it_does_with_tables(number: int, batch: al.Pr
 EDITS: list[Callable[[Any], Any]] = [
     lambda e: e.__setitem__((0, 5), False),
     lambda e: e.fill_(True),
-    lambda e: e.logical_not_(),
     lambda e: torch.logical_not(e.table(), out=e),
-    lambda e: e.copy_(e.table()),
 ]
 
 
@@ -183,3 +173,60 @@ def test_rows_of_a_long_prompt_make_no_table() -> None:
     positions = torch.ones(1, length, dtype=torch.bool)
     edges = al.edges.between(positions, positions) & ~al.edges.between(positions, ~positions)
     assert edges.rows(slice(50_000, 50_003)).sum(2).tolist() == [[50_000, 50_001, 50_002]]
+
+
+N = 17
+POSITION = torch.arange(N)
+
+
+def table_of(edges: EdgeSet) -> Tensor:
+    classes: Any = edges.classes()
+    of_pairs = classes.table[classes.queries[:, :, None], classes.keys[:, None]]
+    return torch.where(POSITION[:, None] > POSITION, of_pairs, torch.tensor(classes.later))
+
+
+def some_sets(seed: int) -> list[EdgeSet]:
+    generator = torch.Generator().manual_seed(seed)
+
+    def positions() -> Tensor:
+        return torch.rand(3, N, generator=generator) > 0.5
+
+    sets: list[Any] = [al.edges.between(positions(), positions()) for _ in range(3)]
+    joins: list[Callable[[Any, Any], Any]] = [and_, or_, lambda first, second: first & ~second]
+    for _ in range(4):
+        sizes = (len(sets), len(sets), 3)
+        first, second, join = (int(torch.randint(n, (), generator=generator)) for n in sizes)
+        sets.append(joins[join](sets[first], sets[second]))
+    return [*sets, ~sets[-1]]
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_classes_hold_the_edges_of_a_set(seed: int) -> None:
+    for edges in some_sets(seed):
+        assert torch.equal(table_of(edges), edges.table())
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_sums_by_classes_are_those_of_tables(seed: int) -> None:
+    sets = some_sets(seed)[:4]
+    weights = torch.rand(3, 5, N, N, generator=torch.Generator().manual_seed(seed)).double()
+    sums = _by_classes(sets)
+    assert isinstance(sums, ClassSums)
+    every = slice(0, N)
+    expected = torch.einsum("bhqk,bsqk->bhs", weights, EdgeSet.stacked(sets).double())
+    for computed in (sums.sums(every, every, weights), EdgeSets(sets).sums(every, every, weights)):
+        torch.testing.assert_close(computed, expected, rtol=1e-12, atol=1e-12)
+    pieces = [(0, 5), (5, 6), (6, N)]  # no row has an edge to a later key
+    parts = [sums.sums(slice(a, b), slice(0, b), weights[:, :, a:b, :b]) for a, b in pieces]
+    torch.testing.assert_close(sum(parts), expected, rtol=1e-12, atol=1e-12)
+
+
+def test_sets_that_are_not_made_of_positions_have_no_classes(gpt2: Any) -> None:
+    (batch,) = questions(gpt2, 2)
+    table = al.edges.wp(batch).table()
+    drawn = al.edges.random_edges(batch, al.edges.wp(batch), seed=0)
+    for edges in (EdgeSet.of(table), drawn, al.edges.wp(batch) & table):
+        assert edges.classes() is None
+    assert al.edges.ww(batch).classes() is not None
+    later = ~al.edges.wp(batch)
+    assert _by_classes([later]) is None, "edges to later tokens are in no row of a piece"

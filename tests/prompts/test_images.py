@@ -8,7 +8,6 @@ import zlib
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
-from unittest.mock import Mock
 
 import pytest
 import torch
@@ -198,20 +197,6 @@ def test_large_images_of_pillow_are_refused_and_devices_are_not_read(tmp_path: P
     for path in (tmp_path / "pipe.png", "/dev/zero"):
         with pytest.raises(PromptError, match="cannot be read: it is a pipe or a device"):
             image_of(path)
-
-
-def test_an_image_of_many_prompts_is_read_once(
-    llava: Built, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    processor, text, batch, images = llava
-    images[0][0].save(path := tmp_path / "a.png")
-    monkeypatch.setattr(Image, "open", opened := Mock(wraps=Image.open))
-    for most, reads in ((2**25, 1), (0, 3)):  # as many are held as fit
-        opened.reset_mock()
-        monkeypatch.setattr("anchorlens.prompts.images._KEPT", most)
-        [again] = al.with_images([text], processor, [[path, *of[1:]] for of in images])
-        assert opened.call_count == reads and again.pictures == batch.pictures
-        assert again.forward_inputs["pixel_values"].equal(batch.forward_inputs["pixel_values"])
 
 
 def test_without_pillow_the_error_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:

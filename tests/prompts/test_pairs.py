@@ -9,7 +9,7 @@ import torch
 from torch.nn.utils.rnn import pad_sequence
 
 import anchorlens as al
-from anchorlens.errors import AnchorlensError, DataError, PromptError
+from anchorlens.errors import DataError, PromptError
 from tests.support.measures import assert_same
 
 SHOWN = [("hot", "cold"), ("big", " small"), ("up", "down"), ("fast", "slow")]
@@ -52,17 +52,6 @@ def test_numbers_are_those_of_positions_given_by_hand(exact_gpt2: Any) -> None:
     ours, theirs = (al.run(exact_gpt2, [each], asked, **QUIET) for each in (batch, hand))
     for name, record in ours.items():
         assert_same(record, theirs[name], 1e-9)
-
-
-@pytest.mark.filterwarnings("ignore:3 queries are in both lists")
-def test_isolation_heads_and_states_run(gpt2: Any) -> None:
-    batches, isolate = al.build_pairs(gpt2, SHOWN, ASKED, batch_size=2), al.isolate_labels
-    changed = al.run(gpt2, batches, [al.Loyalty()], hooks=lambda b: isolate(gpt2, b, 0), **QUIET)
-    assert 0 <= float(changed["loyalty"].label_loyalty) <= 1
-    assert al.head_effects(gpt2, batches, batches, **QUIET).effect.shape == (3, 2)
-    # Distances are between all classes, and some answers are not shown.
-    with pytest.raises(AnchorlensError, match="classes without one"):
-        al.run(gpt2, batches, [al.AnchorDistances()], **QUIET)
 
 
 def test_each_seed_draws_pairs_and_all_batches_have_the_same_words(gpt2: Any) -> None:

@@ -43,7 +43,6 @@ def prompts(draw: st.DrawFn) -> Prompts:
 
 
 def byte_count(token: str, tokenizer: Any) -> int:
-    """The number of bytes in the prompt that a token represents."""
     if tokenizer.bos_token == "<|endoftext|>":
         return len(token)  # one symbol per byte
     return 1 if re.fullmatch("<0x..>", token) else len(token.replace("▁", " ").encode())
@@ -82,7 +81,6 @@ def build(tokenizer: Any, case: Prompts, **options: Any) -> list[al.PromptBatch]
 
 
 def check_spelling(tokenizer: Any, case: Prompts, row: Row, query: al.Example) -> None:
-    """The tokens at the positions are decoded to what was written."""
     task = case.task
     without_bos = [token for token in row.tokens if token != tokenizer.bos_token_id]
     shift = len(row.tokens) - len(without_bos)

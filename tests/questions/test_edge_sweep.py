@@ -101,16 +101,6 @@ def test_isolation_equals_separate_runs(model: Any, site: al.Site, words: dict[s
     compare(record, model, batches, isolated, draws, rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.slow("many passes")
-def test_each_draw_cuts_other_heads(gpt2: Any) -> None:
-    batches, site = questions(gpt2, 3), al.Site(range(3), heads=0)
-    sweep = al.EdgeSweep(edges.pq, {"first": site}, control=al.sites.random_heads, draws=4, seed=2)
-    drawn = {str(seed): al.sites.random_heads(gpt2, site, seed) for seed in range(2, 6)}
-    kl = ask(gpt2, batches, al.EdgeSweep(edges.pq, drawn, draws=1), **QUIET).kl
-    assert torch.equal(ask(gpt2, batches, sweep, **QUIET).random_kl[:, 0], kl)
-    assert len(kl.unique()) > 2
-
-
 def test_an_edge_to_bos_is_not_cut_and_none_is_drawn_for_it(llama: Any) -> None:
     (batch,) = questions(llama, 3)
     seen: list[Tensor] = []

@@ -66,8 +66,6 @@ class Additive(ablation.Answers):
 
 @pytest.fixture
 def additive(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """The weights of an engine that takes the place of that of the package."""
-
     def use(weights: Tensor, given: list[bool] | None = None) -> Tensor:
         is_given = torch.tensor([True] * len(weights) if given is None else given)
         kind = type("Of", (Additive,), {"weights": weights, "given": is_given})
@@ -274,7 +272,6 @@ def test_numbers_equal_passes_written_out(exact_model: Any, kind_of_model: str) 
     for key, values in ours.items():
         rows = [of[key] for of in expected]
         np.testing.assert_allclose(values, rows, rtol=tolerance, atol=tolerance)
-    assert 7 < record.info["passes"] <= 2 + 7 + 6
 
 
 @dataclass(frozen=True)

@@ -135,12 +135,3 @@ def test_a_loss_that_does_not_fit_is_refused_before_any_pass(gpt2: Any) -> None:
     of_text = al.losses.span_cross_entropy("text")
     with pytest.raises(MetricError, match=r"no question .* takes its loss: loss need .*al\.Loss\("):
         al.run(gpt2, [text], [al.Loss(of_text)], loss=of_text, **QUIET)
-
-
-def test_a_figure_shows_the_clean_run_beside_one_that_differs(gpt2: Any) -> None:
-    batches = questions(gpt2, 4)
-    for hooks, groups in ((None, 0), (without_heads(gpt2, CUT), 2)):
-        record = al.run(
-            gpt2, batches, [al.Loss(al.losses.label_cross_entropy)], hooks=hooks, **QUIET
-        )["loss"]
-        assert sum(len(bar.x) for bar in record.plot().data) == groups

@@ -228,39 +228,6 @@ def test_heads_of_a_layer_sum_to_its_part_and_all_parts_to_the_contrast(exact_mo
         assert (record.contrast > 0).all() and record.attention.sum(1).le(1).all()
 
 
-def test_a_head_that_finds_what_another_head_wrote_has_all_of_it_in_one_pair(
-    byte_level: Any,
-) -> None:
-    """Layer 0 copies what it reads into other dimensions, where head 0 of layer 1 looks."""
-    weights = tiny_gpt2(len(byte_level), n_layer=2).double()
-    transformer, width = weights.transformer, weights.config.n_embd
-    half = width // 2
-    with torch.no_grad():
-        for parameter in transformer.parameters():
-            parameter.zero_()
-        for norm in (*(n for b in transformer.h for n in (b.ln_1, b.ln_2)), transformer.ln_f):
-            norm.weight.fill_(1)
-        embedding = torch.randn(len(byte_level), half, dtype=torch.double)
-        # Without a mean, which the norm takes away.
-        transformer.wte.weight[:, :half] = embedding - embedding.mean(1, keepdim=True)
-        first, second = (block.attn for block in transformer.h)
-        first.c_attn.weight[:half, 2 * width : 2 * width + half] = torch.eye(half).double()
-        first.c_proj.weight[:half, half:] = torch.eye(half).double()
-        size = width // weights.config.n_head
-        second.c_attn.weight[:size, :size] = 3 * torch.eye(size).double()  # queries of head 0
-        second.c_attn.weight[half : half + size, width : width + size] = torch.eye(size).double()
-        second.c_attn.weight[:half, 2 * width : 2 * width + half] = torch.eye(half).double()
-        second.c_proj.weight[:] = torch.eye(width).double()
-    model = al.prepare_model(boot(weights, byte_level))
-    record = ask(model, [one_prompt(model)], al.ScoreParts(1, heads=0), **QUIET)
-    assert record.axis_names("part") == ("embedding", "attention 0", "MLP 0", "biases")
-    assert float(record.contrast) > 0.01
-    pairs = record.pairs[0].clone()
-    assert float(pairs[0, 1]) == pytest.approx(float(record.contrast), rel=1e-9)
-    pairs[0, 1] = 0
-    assert pairs.abs().max() <= 1e-9
-
-
 def test_a_record_answers_and_draws(gpt2: Any) -> None:
     batches = questions(gpt2, 12)
     record = al.run(gpt2, batches, [al.ScoreParts(1, heads=[1, 0])], progress=False)["score_parts"]

@@ -33,13 +33,11 @@ def flows(gpt2: Any) -> al.records.StepFlowsRecord:
 
 
 def data_of(page: str) -> Any:
-    """The numbers of a page, as its script reads them."""
     [text] = re.findall(r'<script type="application/json">(.*?)</script>', page, re.DOTALL)
     return json.loads(text)
 
 
 def reads(data: Any) -> Iterator[tuple[int, int, Any]]:
-    """Step, layer (-1 for all) and what is read there."""
     for layer, of_layer in enumerate(data["layers"], start=-1):
         for step, read in enumerate(of_layer):
             yield step, layer, read

@@ -33,7 +33,6 @@ BLIND = {
 
 
 def linear(color: str) -> np.ndarray:
-    """Linear RGB of ``#rgb`` or ``#rrggbb``."""
     digits = color[1:] if len(color) == 7 else "".join(2 * digit for digit in color[1:])
     values = np.array([int(digits[k : k + 2], 16) / 255 for k in (0, 2, 4)])
     return np.where(values <= 0.04045, values / 12.92, ((values + 0.055) / 1.055) ** 2.4)
@@ -46,7 +45,6 @@ def contrast(a: str, b: str) -> float:
 
 
 def lab(rgb: np.ndarray) -> np.ndarray:
-    """CIE L*a*b* of linear RGB."""
     to_xyz = [[0.4124, 0.3576, 0.1805], [0.2126, 0.7152, 0.0722], [0.0193, 0.1192, 0.9505]]
     ratio = to_xyz @ rgb.clip(0, 1) / [0.9505, 1.0, 1.089]
     f = np.where(ratio > 0.008856, np.cbrt(ratio), 7.787 * ratio + 16 / 116)

@@ -102,8 +102,6 @@ def test_a_report_begins_with_the_answer_given_or_of_a_record(gpt2: Any, tmp_pat
         assert places == sorted(places) and '<pre tabindex="0">anchorlens run</pre>' in page
 
     class Own(al.records.AccuracyRecord):
-        """A record of one's own."""
-
         def answer(self, unable: str) -> Answer:
             return replace(given, sentence=unable[:12])
 

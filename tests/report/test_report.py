@@ -202,7 +202,8 @@ def test_texts_are_escaped(results: dict[str, Any], tmp_path: Path) -> None:
 
 
 def test_a_record_without_a_figure_shows_its_numbers(tmp_path: Path) -> None:
-    path = write(tmp_path, {"my_numbers": plain(labels=["a", "b"])})
+    record = plain(labels=["a", "b"])
+    path = write(tmp_path, {"my_numbers": record})
     text = path.read_text(encoding="utf-8")
     assert "plotly.js" not in text
     assert headings_of(text) == ["My numbers"]
@@ -210,6 +211,9 @@ def test_a_record_without_a_figure_shows_its_numbers(tmp_path: Path) -> None:
     assert "0.12" in Page(path).cells
     assert "987" not in text
     assert "nan" not in "".join(Page(path).cells)
+    for value, cell in ((12345.0, "12345"), (torch.nan, "value")):  # in full, or missing
+        shown = replace(record, value=torch.tensor([value, torch.nan]))
+        assert cell in Page(write(tmp_path, {"x": shown})).cells
 
 
 @pytest.mark.slow("many passes")
@@ -347,8 +351,8 @@ def test_a_ratio_has_a_logarithmic_axis_that_says_so_with_plain_numbers() -> Non
 def test_headings_are_in_order_and_landmarks_have_names_of_their_own(
     prompt: al.records.PromptFlows, tmp_path: Path
 ) -> None:
-    made = dict(made_up_records())
-    flows, contexts = made["SaliencyFlowsRecord"], made["ContextsRecord"]
+    kinds = al.records.SaliencyFlowsRecord, al.records.ContextsRecord
+    flows, contexts = map(made_up_record, kinds)
     task = {"flows": flows, "contexts": contexts, "one": prompt, "other": prompt}
     others: list[dict[str, Any]] = [task, {"one": prompt}, {"contexts": contexts}]
     for results in [{"a": task, "b": task}, *others]:
@@ -417,13 +421,6 @@ def test_what_would_be_drawn_wrong_is_an_error(results: dict[str, Any], tmp_path
         with pytest.raises(AnchorlensError, match=message):
             write(tmp_path, given, **options)
     assert not [*tmp_path.iterdir()]
-
-
-def test_numbers_are_shown_in_full_where_they_are_whole_or_missing(tmp_path: Path) -> None:
-    record = replace(plain(labels=["a", "b"]), value=torch.tensor([12345.0, torch.nan]))
-    assert "12345" in Page(write(tmp_path, {"x": record})).cells
-    missing = replace(record, value=torch.full((2,), torch.nan))
-    assert "value" in Page(write(tmp_path, {"x": missing})).cells
 
 
 def test_digests_of_queries_are_not_on_the_page(tmp_path: Path) -> None:

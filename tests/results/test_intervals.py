@@ -128,35 +128,6 @@ def test_wilson_intervals_equal_scipy(right: int, count: int) -> None:
     assert record.intervals["accuracy"].tolist() == pytest.approx([exact.low, exact.high])
 
 
-def test_intervals_of_shares_and_differences_always_have_a_width() -> None:
-    """The cases are labels that all stay the same, and a perfect AUC."""
-    ones, words = torch.ones(20).double(), torch.rand(20).double()
-    rows = {"label_kept": ones, "word_overlap": ones, "kl": words}
-    rows |= {f"random_{name}": values[:, None].expand(-1, 2) for name, values in rows.items()}
-    at_one_site = {name: values[..., None] for name, values in rows.items()}
-    isolated = with_intervals(al.records.EdgeSweepRecord.of, at_one_site, resamples=50, info={})
-    attention = torch.stack([torch.ones(20), torch.arange(20.0)], dim=-1)[:, None, None]
-    certain = torch.eye(2).repeat_interleave(10, 0)
-    attention_rows = {"attention": attention, "probabilities": certain}
-    attention_rows["rounding"] = torch.zeros(20, 2)
-    aucroc = with_intervals(al.AttentionAUCROC().result, attention_rows, resamples=50, info={})
-    assert aucroc.aucroc.tolist() == [1.0]
-    half = norm.ppf(0.975) * sqrt(2) / 22  # of one better and one worse prompt in 22
-    names = ["label_loyalty", "random_label_loyalty", "label_gap", "word_loyalty"]
-    names += ["random_word_loyalty", "control_word_loyalty", "word_gap"]
-    bounds = {name: isolated.intervals[name] for name in names}
-    for name, ends in (bounds | {k: aucroc.intervals[k] for k in ("aucroc", "per_head")}).items():
-        low, high = ends.reshape(2, -1)
-        assert ((high - low) > 0.1).all() and ((high - low) < 0.4).all(), name
-    assert isolated.intervals["label_gap"][:, 0].tolist() == pytest.approx([-half, half])
-    # All five words of 20 prompts of 20: the interval of 20 right answers of 20, by scipy.
-    exact = binomtest(20, 20).proportion_ci(method="wilson")
-    student = t.ppf(0.975, 19) ** 2
-    of_words = isolated.intervals["word_loyalty"][:, 0]
-    assert of_words.tolist() == pytest.approx([20 / (20 + student), 1])
-    assert of_words[0] < exact.low < 0.84
-
-
 def test_intervals_of_paired_differences_equal_values_by_hand() -> None:
     """Bonett and Price (2012): 4 of 20 are better and 1 is worse, so the gain is (5 - 2) / 22."""
     first = torch.tensor([0.0] * 4 + [1.0] + [1.0] * 15)
@@ -329,29 +300,6 @@ def test_intervals_of_a_mean_over_sets_equal_values_by_hand() -> None:
     assert interval.flatten().tolist() == pytest.approx([*expected, 0.6 + sqrt(0.13) / 2])
     interval = of_alike_sets(values.double(), bounds)
     assert interval.flatten().tolist() == pytest.approx([1.7 / 3, 0.4, 2.8 / 3, 0.85])
-
-
-@pytest.mark.slow("simulations")
-def test_intervals_of_distances_are_the_mean_of_those_of_each_given_set() -> None:
-    """Few queries give all sets the same bias, and a mean over sets does not remove it."""
-    generator = torch.Generator().manual_seed(0)
-    sets = torch.arange(3).repeat_interleave(20)
-    rows = {
-        "queries": torch.randn(60, 1, 12, generator=generator),
-        "keys": torch.randn(60, 1, 4, 12, generator=generator),
-        "positions": torch.arange(4.0, dtype=torch.double).expand(60, -1),
-        "label_logits": torch.randn(60, 4, generator=generator, dtype=torch.double),
-        "gold": torch.arange(60) % 4,
-    }
-    result, options = al.AnchorDistances().result, {"resamples": 20, "info": dict[str, Any]()}
-    of_sets = [{k: v[sets == number] for k, v in rows.items()} for number in range(3)]
-    alone = [with_intervals(result, of_set, **options).intervals for of_set in of_sets]  # type: ignore[arg-type]
-    record = with_intervals(result, rows, sets=sets, **options)  # type: ignore[arg-type]
-    expected = torch.stack([intervals["anchor_distance"] for intervals in alone]).mean(0)
-    torch.testing.assert_close(record.intervals["anchor_distance"], expected)
-    low, high = expected
-    distance = record.anchor_distance
-    assert ((low <= distance) & (distance <= high)).double().mean() > 0.7
 
 
 @pytest.mark.quick_cases("simulations", "sizes0")

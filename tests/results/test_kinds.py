@@ -28,8 +28,6 @@ FIRST = (SETS == 0).double()
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class Numbers(al.Record):
-    """A field of each kind."""
-
     share: Float[Tensor, ""] = al.kinds.share("right")
     gain: Float[Tensor, " method"] = al.kinds.difference("methods", minus=0)
     before: Float[Tensor, ""] = al.kinds.difference("right", "wrong")

@@ -102,6 +102,8 @@ def test_a_table_contains_each_number_once() -> None:
     assert frame[frame.quantity == "confusion"].value.isna().sum() == 2
     # Whole numbers, although other quantities have no layer.
     assert [*map(str, frame.layer.dropna().unique())] == ["0", "1", "2"]
+    bare = make_record(info={"labels": None}, intervals={}).to_frame()
+    assert set(bare["class"].dropna()) == {0, 1} and "low" not in bare
 
 
 def test_numbers_of_random_weights_are_rows_with_the_number_of_the_draw() -> None:
@@ -114,12 +116,6 @@ def test_numbers_of_random_weights_are_rows_with_the_number_of_the_draw() -> Non
     of_mean = frame[frame.quantity == "mean of random weights"].set_index("draw").value
     assert of_mean[0] == 0.25 and np.isnan(of_mean[1])
     assert len(frame) == len(make_record().to_frame()) + 14
-
-
-def test_classes_without_names_are_numbered() -> None:
-    frame = make_record(info={"labels": None}, intervals={}).to_frame()
-    assert set(frame["class"].dropna()) == {0, 1}
-    assert "low" not in frame
 
 
 VALUES = torch.tensor([1.0, 2.0])
@@ -209,14 +205,6 @@ def interval(values: Tensor, **options: Any) -> list[float]:
     return with_intervals(mean_of, {"value": values}, info={}, **options).intervals["mean"].tolist()
 
 
-def test_intervals_equal_a_bootstrap_in_numpy() -> None:
-    generator = np.random.default_rng(0)
-    values = generator.exponential(size=60)
-    means = generator.choice(values, (2000, 60)).mean(1)
-    ours = interval(torch.tensor(values), resamples=2000)
-    assert ours == pytest.approx(np.quantile(means, [0.025, 0.975]), abs=0.2 * means.std())
-
-
 def test_intervals_are_quantiles_of_the_resamples() -> None:
     drawn: list[Tensor] = []
 
@@ -246,18 +234,6 @@ def test_a_seed_fixes_the_draw_and_the_global_state_does_not_change() -> None:
     assert interval(values, resamples=20, seed=1) == interval(values, resamples=20, seed=1)
     assert interval(values, resamples=20, seed=1) != interval(values, resamples=20, seed=2)
     assert torch.equal(torch.get_rng_state(), before)
-
-
-def test_only_fields_without_a_prompt_axis_have_intervals() -> None:
-    def result(rows: Mapping[str, Tensor]) -> Means:
-        return make_record(mean=rows["value"].mean(), each=rows["value"], intervals={})
-
-    rows = {"value": torch.tensor([1.0, 2.0, 3.0])}
-    assert with_intervals(result, rows, resamples=0, info={}).intervals == {}
-    record = with_intervals(result, rows, resamples=9, info={})
-    assert record.intervals.keys() == {"mean", "flows", "confusion", "best"}
-    assert torch.equal(record.intervals["flows"], record.flows.double().expand(2, 3, 2))
-    assert torch.equal(record.each, rows["value"])
 
 
 def test_resamples_without_a_number_are_left_out() -> None:

@@ -10,7 +10,6 @@ import anchorlens as al
 def ask(
     model: Any, batches: Sequence[al.PromptBatch], question: al.Question, **options: Any
 ) -> Any:
-    """The record of one question."""
     return al.run(model, batches, [question], **options)[question.name]
 
 

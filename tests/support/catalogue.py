@@ -24,8 +24,6 @@ TREC = al.TASKS["trec"]
 
 @dataclass(frozen=True)
 class Scene:
-    """What the calls get."""
-
     model: Any
     batches: list[al.PromptBatch]  # the queries have mostly the labels that the model answers
     others: list[al.PromptBatch]  # the same sets of demonstrations with other queries
@@ -228,7 +226,6 @@ def isolation(s: Scene) -> Any:
 
 
 def of_sites(record: Any) -> Any:
-    """The numbers at each site."""
     return {name: vars(each) for name, each in by_site(record).items()}
 
 

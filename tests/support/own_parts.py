@@ -13,8 +13,6 @@ import anchorlens as al
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class EveryReadRecord(al.Record):
-    """What ``EveryRead`` reads."""
-
     pattern: Float[Tensor, "layer head key"] = al.kinds.mean("pattern")
     slope: Float[Tensor, "layer head pair"] = al.kinds.mean("slope")
     keys: Float[Tensor, "layer key_head position d_head"] = al.kinds.mean("keys")
@@ -67,8 +65,6 @@ class EveryRead(al.Metric):
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class EveryPassRecord(al.Record):
-    """What ``EveryPass`` gets."""
-
     clean: Float[Tensor, " vocab"] = al.kinds.mean("clean")
     cut: Float[Tensor, "layer vocab"] = al.kinds.mean("cut")
     at_first_label: Float[Tensor, " vocab"] = al.kinds.mean("at_first_label")

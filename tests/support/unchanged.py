@@ -47,7 +47,6 @@ def own_hooks(hooks: Any) -> list[int]:
 
 
 def changed(before: Mapping[str, Any], after: Mapping[str, Any]) -> list[str]:
-    """The names of what differs."""
     names = {**before, **after}
     return [name for name in names if before.get(name, ...) != after.get(name, ...)]
 

@@ -133,7 +133,6 @@ def work(number: int, case: int, port: int, file: Any, connected: Sequence[Any])
 
 
 def survive(phase: Callable[..., None]) -> tuple[str, float]:
-    """The error of the other process, and the seconds until it was raised."""
     begin = time.monotonic()
     try:
         if phase is between_exchanges:

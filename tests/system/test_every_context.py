@@ -233,33 +233,6 @@ def test_a_context_gives_what_its_generator_yields_and_can_be_closed_before_its_
     assert steps == ["inside one", "end of one", "end of two", "closed"]
 
 
-@pytest.mark.parametrize(
-    ("decorator", "interrupts"),
-    [(safe_context, 1), (safe_context, 2), (contextlib.contextmanager, 1)],
-)
-def test_interrupts_at_every_moment_leave_something_only_in_contextlib(
-    decorator: Callable[..., Any], interrupts: int
-) -> None:
-    """There it is an interrupt at the start of ``__exit__``."""
-    settings: list[str] = []
-
-    @decorator
-    def changed() -> Iterator[None]:
-        with put_back.put_back(settings.clear):
-            settings.append("changed")
-            yield
-
-    def change() -> None:
-        with changed():
-            settings.append("inside")
-
-    left = []
-    for moment in at_every_moment([put_back, contextlib], interrupts, change):
-        left += [moment] if settings else []
-        settings.clear()
-    assert bool(left) == (decorator is contextlib.contextmanager)
-
-
 def test_the_random_state_of_every_device_of_a_kind_is_put_back(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
