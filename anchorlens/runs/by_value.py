@@ -16,7 +16,9 @@ import dis
 import functools
 import gc
 import hashlib
+import json
 import pathlib
+import re
 from collections import OrderedDict
 from collections.abc import Callable, Mapping
 from contextlib import suppress
@@ -44,12 +46,17 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from ..models.model_identity import tokenizer_identity
 from ..prompts.edge_set import EdgeSet
 from ..system.checksum import digest_of
 from ..system.package import homes_of
 from . import installed
 
+# The address in an object's default repr tells nothing about the object.
+ADDRESS = re.compile(r" at 0x[0-9a-fA-F]+")
+# Attributes of a tokenizer that tell where its files are, or have their own entry.
+_OF_FILES = re.compile(
+    r"_path$|_files?$|local|_hash$|dir$|^(files_loaded|_tokenizer|init_kwargs|deprecation_warnings)$"
+)
 _PLAIN = {type(None), bool, int, float, complex, str, bytes, range, type(...), type(NotImplemented)}
 _PLAIN |= {torch.dtype, torch.device, torch.layout, torch.memory_format, torch.Size}
 _PLAIN |= {type(Path()), pathlib.PurePosixPath, pathlib.PureWindowsPath}
@@ -435,6 +442,18 @@ def _is_inside(inner: Any, outer: Any) -> bool:
         return False
     start, end = (inner[0], inner[2]), (inner[1], inner[3])
     return (outer[0], outer[2]) <= start and end <= (outer[1], outer[3])
+
+
+def tokenizer_identity(tokenizer: Any) -> str:
+    """A digest of everything that a tokenizer holds, apart from where its files are."""
+    backend = json.loads(tokenizer.backend_tokenizer.to_str())
+    # A call stores its options there, and every call sets them again.
+    rules = {name: backend[name] for name in backend if name not in ("truncation", "padding")}
+    both = (vars(tokenizer), tokenizer.init_kwargs)
+    options = [{name: own[name] for name in own if not _OF_FILES.search(name)} for own in both]
+    everything = [type(tokenizer).__name__, options, rules]
+    text = ADDRESS.sub("", json.dumps(everything, sort_keys=True, default=repr))
+    return hashlib.sha256(text.encode()).hexdigest()
 
 
 def _content(cell: Any) -> Any:
