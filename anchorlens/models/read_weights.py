@@ -276,7 +276,7 @@ def device_or_map(
 
 
 def placed(weights: Any, place: str | torch.device | Map | None, dtype: torch.dtype | None) -> Any:
-    """The model at a place of ``place_of`` and in a type, where they are given."""
+    """The model at a place of ``device_or_map`` and in a type, where they are given."""
     is_map = isinstance(place, Mapping) or place in _DEVICE_MAPS
     try:
         # Quantised weights raise an error if any type is given.

@@ -48,8 +48,6 @@ def check_questions(
         )
     if gradient and loss is not None:
         check_gradient_of_loss(loss, batches, model)
-    if hooks is not None:
-        check_hooks(model, hooks, batches)
     for each in observed:
         check_columns(each.question, batches, each.reads)
         named = {name: each.question.name for name, _ in (*each.hooks, *each.backward_hooks)}

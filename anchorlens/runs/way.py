@@ -39,6 +39,7 @@ from ..models.kv_cache import KeyValues
 from ..models.model_state import has_user_hooks
 from ..models.rotary import rotate_alike, rotates_by_length
 from ..models.twin import twin_of
+from ..passes import shortcuts
 from ..passes.forward import logits_at, losses_of, run_checked, run_prefix
 from ..passes.fused_attention import acts_when_fused, outside_attention, run_fused
 from ..passes.loss_checks import targets_of
@@ -49,13 +50,6 @@ from ..passes.running import (
     why_hooks_need_a_bridge,
     why_no_native_images,
     why_not_native,
-)
-from ..passes.shortcuts import (
-    bytes_stored,
-    weights_of_blocks,
-    why_no_fused_prefix,
-    why_not_fused,
-    why_not_shared,
 )
 from ..prompts.batch import PromptBatch, after_shared, longest_prompt, only_sets
 from ..system.free_memory import free_for_layers
@@ -227,7 +221,7 @@ class _Given:
         if any(after_shared(batch, lengths)[0].is_whole for batch in self.batches):
             yield "a batch has prompts of several sets, or a target is in the demonstrations"
         yield from self._why_not_once(lengths)
-        yield why_no_fused_prefix(self.model)
+        yield shortcuts.why_no_fused_prefix(self.model)
 
     def reads_after(self, lengths: Mapping[int, int]) -> bool:
         """Whether questions need no gradient, and no pattern of tokens before the queries."""
@@ -265,7 +259,7 @@ class _Given:
             yield "no two prompts share their demonstrations, or a target is in them"
         yield from self._why_not_once(lengths)
         yield self._why_not_worth(lengths)
-        yield why_not_shared(self.model)
+        yield shortcuts.why_not_shared(self.model)
 
     def _why_not_once(self, lengths: Mapping[int, int]) -> Iterator[str]:
         """Why what is computed or read in shared tokens is not one for all prompts of a set."""
@@ -342,7 +336,7 @@ class _Given:
             started += count * _STARTED_BY_A_SECOND_GRAPH
         started *= self.model.cfg.n_layers
         work = WORK_OF_A_START["cpu" if device_of(self.model).type == "cpu" else "cuda"]
-        if weights_of_blocks(self.model) * saved >= started * work:
+        if shortcuts.weights_of_blocks(self.model) * saved >= started * work:
             return ""
         return "shared tokens would save less time than more passes take to start on this device"
 
@@ -399,7 +393,7 @@ def why_checkpointed(model: HookedModel, batches: Sequence[PromptBatch]) -> str:
     # The least of all processes, so that all of them run in the same way.
     free_here = free_for_layers(devices_of_layers(model))
     free = min(gather_from_processes("memory that is free", free_here))
-    needed = bytes_stored(model, longest_prompt(*batches))
+    needed = shortcuts.bytes_stored(model, longest_prompt(*batches))
     if needed <= _SHARE * free:
         return ""
     return f"a prompt would store {bytes_in_words(needed)} and {bytes_in_words(free)} are free"
@@ -424,7 +418,7 @@ def why_patterns(
     if points := [point for (point, _), can in zip(acting, able, strict=True) if not can]:
         named = points[0] if isinstance(points[0], str) else "the points that a function selects"
         return f"hooks act at {named}"
-    return why_not_fused(model)
+    return shortcuts.why_not_fused(model)
 
 
 def _act_without_patterns(model: HookedModel, observers: Sequence[Observer]) -> bool:
