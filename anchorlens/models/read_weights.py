@@ -55,9 +55,9 @@ def read_model_files(name: str) -> tuple[Any, Any]:
 
 
 def read_weights(
-    name: str, tokenizer: Any, dtype: torch.dtype | None, revision: str | None = None
+    name: str, tokenizer: Any, place: Any, dtype: torch.dtype | None, revision: str | None = None
 ) -> tuple[Any, Any]:
-    """Weights and tokenizer of a hub name, a folder or a .gguf file."""
+    """Weights at a place of ``device_or_map``, and tokenizer, of a name, folder or .gguf file."""
     import transformers
 
     is_gguf, at = name.endswith(".gguf"), name if revision is None else f"{name}@{revision}"
@@ -90,7 +90,7 @@ def read_weights(
         stored = {} if is_gguf else config.get_config_dict(source, **options)[0]
     _refuse_other_weights(name, weights, report)
     check_settings(name, weights, stored)
-    return weights, tokenizer
+    return placed(weights, best_device() if place is None else place, dtype), tokenizer
 
 
 def read_processor(name: str) -> Any:
