@@ -250,7 +250,7 @@ def _set_rotations(
         options["rope_parameters"] = {"full_attention": rope, "sliding_attention": local}
 
 
-def refuse_unread_tensors(file: str, weights: Any) -> None:
+def refuse_unread(file: str, weights: Any) -> None:
     from transformers import modeling_gguf_pytorch_utils as of_gguf
 
     reader, value = _opened(file)
@@ -263,7 +263,7 @@ def refuse_unread_tensors(file: str, weights: Any) -> None:
         raise ModelError(_NOT_READ.format(file, count + ", ".join(unread[:3])))
 
 
-def set_gguf_tokenizer(tokenizer: Any, file: str) -> None:
+def set_tokenizer(tokenizer: Any, file: str) -> None:
     from tokenizers import pre_tokenizers
 
     reader, value = _opened(file)

@@ -20,13 +20,7 @@ from ..system.files import kind_of, paths_in
 from ..system.package import installed_version
 from ..system.processes import process_device
 from ..system.warn import warn_user
-from .gguf_settings import (
-    gguf_config,
-    parsed_once,
-    refuse_part,
-    refuse_unread_tensors,
-    set_gguf_tokenizer,
-)
+from .gguf_settings import gguf_config, parsed_once, refuse_part, refuse_unread, set_tokenizer
 from .kinds import configs_of, modules_of
 from .quiet_libraries import quiet_libraries, warnings_of_transformers
 
@@ -86,7 +80,7 @@ def read_weights(
         )
         weights, report = result
         if is_gguf:
-            refuse_unread_tensors(name, weights)
+            refuse_unread(name, weights)
         stored = {} if is_gguf else config.get_config_dict(source, **options)[0]
     _refuse_other_weights(name, weights, report)
     check_settings(name, weights, stored)
@@ -142,7 +136,7 @@ def _tokenizer_of(name: str, source: str, options: dict[str, Any]) -> Any:
             "folder of one: tokenizer=..."
         )
     if name.endswith(".gguf"):
-        set_gguf_tokenizer(tokenizer, name)
+        set_tokenizer(tokenizer, name)
     return tokenizer
 
 

@@ -224,15 +224,14 @@ class Study:
         if not is_single:  # copies, because a view would be sent with its whole storage
             copies = [{name: values.clone() for name, values in part.items()} for part in parts]
             parts = list(chain(*processes.gather_from_processes("contributions", copies)))
-        contributions = joined(parts)
+        contributions = in_order(self.batches, parts)
         # Those of a question are missing where it failed, which its passes report.
         plain = {name for part in parts for name in part if "/" not in name}
         if unlike := plain - contributions.keys():
             raise MetricError(
                 f"contributions {', '.join(sorted(unlike))} must be in every batch, in one shape"
             )
-        order = order_of_queries(self.batches)
-        return {name: values[order] for name, values in contributions.items()}
+        return contributions
 
     def record(
         self,
@@ -434,6 +433,14 @@ def joined(parts: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
     }
     complete = [name for name, metric in metrics.items() if metric not in different]
     return {name: torch.cat([part[name] for part in parts]) for name in complete}
+
+
+def in_order(
+    batches: Sequence[PromptBatch], parts: Sequence[Mapping[str, Tensor]]
+) -> dict[str, Tensor]:
+    """What all batches contribute, by the index of their queries."""
+    order = order_of_queries(batches)
+    return {name: values[order] for name, values in joined(parts).items()}
 
 
 def describe_layers(model: HookedModel) -> dict[str, Any]:
