@@ -129,8 +129,7 @@ def logits_of(
         if dtype != "float32":
             reason = f"use float32 (dtype=torch.float32); if that fails too, {reason}"
         raise ModelError(f"{name} cannot run in {dtype}: {said}; {reason}") from error
-    logits: Tensor = getattr(output, "logits", output)
-    return logits
+    return getattr(output, "logits", output)
 
 
 def small_loss(logits: Float[Tensor, "1 position vocab"]) -> Float[Tensor, ""]:

@@ -133,8 +133,7 @@ class Twin:
         return self._now.block(layer, partial(kind.forward, block), args, kwargs)
 
     def run(self, tokens: Tensor, **inputs: Any) -> Tensor:
-        logits: Tensor = self.model(tokens, **inputs).logits
-        return logits
+        return self.model(tokens, **inputs).logits
 
     @safe_context
     def hears(self, listener: Listener) -> Iterator[None]:

@@ -118,8 +118,7 @@ def check_hooks(model: HookedModel, hooks: HooksOfBatch, batches: Sequence[Promp
 def hooks_of(hooks: HooksOfBatch, batch: PromptBatch) -> Sequence[Hook]:
     """What a function of the batch gives, or an error if these are no hooks."""
     given = called("hooks", hooks, "the batch", batch)
-    acting: Sequence[Hook] = fitted("what hooks returns", given, Sequence[Hook])
-    return acting
+    return fitted("what hooks returns", given, Sequence[Hook])
 
 
 def check_edges_of_hooks(hooks: HooksOfBatch, batches: Sequence[PromptBatch]) -> None:

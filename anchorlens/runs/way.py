@@ -136,8 +136,7 @@ def way_of(
     lengths = shared_lengths(batches, loss)
     if reason := _first_reason(given.why_not_shared(lengths)):
         return replace(whole, shared_prefix=f"off: {reason}")
-    shared = _run_once(lengths)
-    return replace(whole, shared_prefix=shared, lengths=lengths, lengths_of_run=lengths)
+    return replace(whole, shared_prefix=_run_once(lengths), lengths=lengths, lengths_of_run=lengths)
 
 
 @dataclass(frozen=True, eq=False)
