@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from ..errors import ModelError
-from ..system.put_back import as_found, put_back, safe_context
+from ..system.put_back import replaced, safe_context
 from ..system.warn import warn_user
 
 _CURE = "give the transformers model that it was made of (its name on the hub, or its folder)"
@@ -100,10 +100,9 @@ def parsed_once(name: str) -> Iterator[None]:
             def __setattr__(self, name: str, value: Any) -> None:
                 super().__setattr__(name, value.view(np.ndarray) if name == "data" else value)
 
-        names = ("GGUFReader", "get_tensor_name_map")
-        with put_back(as_found(*((vars(gguf), name) for name in names))):
-            gguf.GGUFReader = functools.cache(Reader)  # type: ignore[assignment,misc]
-            gguf.get_tensor_name_map = functools.cache(gguf.get_tensor_name_map)
+        reader = vars(gguf), "GGUFReader", functools.cache(Reader)
+        table = vars(gguf), "get_tensor_name_map", functools.cache(gguf.get_tensor_name_map)
+        with replaced(reader, table):
             yield
 
 

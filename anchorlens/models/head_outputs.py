@@ -254,6 +254,4 @@ class FrozenNorms:
 
     def hooks_of(self, layer: int) -> list[ModuleHook]:
         """Hooks that make the norm of a layer linear; none where nothing takes the scale away."""
-        if layer not in self._modules:
-            return []
-        return [(self._modules[layer], self.found[layer].act)]
+        return [(self._modules[layer], self.found[layer].act)] if layer in self._modules else []

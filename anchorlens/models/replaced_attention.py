@@ -20,7 +20,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from ..errors import ModelError
-from ..system.put_back import SafeContext, as_found, put_back, safe_context
+from ..system.put_back import SafeContext, put_back, replaced, safe_context
 from .hooked import HookedModel, attentions_of, names_of_layers, pattern_name, scores_name
 from .kinds import config_of, is_bridge, original_of
 from .model_state import replaced_methods
@@ -228,18 +228,16 @@ def _in_bridge(model: Any, attend: Attend) -> Iterator[None]:
         yield
 
 
-@safe_context
-def registered(name: str, interface: Interface) -> Iterator[None]:
+def registered(name: str, interface: Interface) -> SafeContext[None]:
     """Inside, an interface serves the models whose configurations have this name."""
     from transformers import AttentionInterface, AttentionMaskInterface
 
-    registries = AttentionInterface, AttentionMaskInterface
     # Private in transformers, which has no public way to undo a registration.
     # What is found is of a pass outside of this one.
-    with put_back(as_found(*((registry._global_mapping, name) for registry in registries))):
-        AttentionInterface.register(name, interface.attention)
-        AttentionMaskInterface.register(name, interface.mask)
-        yield
+    return replaced(
+        (AttentionInterface._global_mapping, name, interface.attention),
+        (AttentionMaskInterface._global_mapping, name, interface.mask),
+    )
 
 
 @dataclass

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from ..errors import AnchorlensError, ModelError
 from ..prompts.batch import PromptBatch
-from ..system.put_back import as_found, put_back, safe_context
+from ..system.put_back import SafeContext, replaced, safe_context
 from ..system.torch_state import gradient_mode
 from ..system.warn import log_of
 from .hooked import Hook, HookedModel, device_of, vocabulary_of
@@ -92,8 +92,7 @@ def tiny_passes(
         yield
 
 
-@safe_context
-def shrunk_windows(model: Any) -> Iterator[None]:
+def shrunk_windows(model: Any) -> SafeContext[None]:
     """Inside, sliding windows and chunks have three tokens, so that tiny passes go beyond them."""
     config, modules = config_of(model), modules_of(model)
     of_text = None if config is None else config.get_text_config()
@@ -101,11 +100,7 @@ def shrunk_windows(model: Any) -> Iterator[None]:
     owners = {id(each): vars(each) for each in (*modules, *configs) if hasattr(each, "__dict__")}
     places = product(owners.values(), _WINDOWS)
     numbers = [(owner, name) for owner, name in places if type(owner.get(name)) in (int, float)]
-    found = [(owner, name) for owner, name in numbers if owner[name] > _SHRUNK]
-    with put_back(as_found(*found)):
-        for owner, name in found:
-            owner[name] = _SHRUNK
-        yield
+    return replaced(*((owner, name, _SHRUNK) for owner, name in numbers if owner[name] > _SHRUNK))
 
 
 def logits_of(

@@ -141,8 +141,7 @@ def possible(
     model: HookedModel, batches: Sequence[PromptBatch], questions: Sequence[Question]
 ) -> tuple[list[Question], dict[str, AnchorlensError]]:
     """The questions that have a result for this model and prompts, and errors of the others."""
-    for batch in batches:
-        check_fits(model, batch)
+    check_fits(model, *batches)
     able: list[Question] = []
     errors: dict[str, AnchorlensError] = {}
     for question in questions:

@@ -334,10 +334,7 @@ class Study:
             if self.believe:
                 raise StoreError("believe names what is stored in a folder; give one, or leave it")
             return None
-        given = self.folder, self._fingerprint.facts, self.believe
-        of_main = Store.open(*given) if processes.is_main() else None
-        processes.gather_from_processes("what the main process does first", None)
-        return of_main or Store.open(*given)
+        return Store.open(self.folder, self._fingerprint.facts, self.believe)
 
     def _numbers(self, store: Store | None) -> list[int]:
         """Numbers of this process's batches; what is missing is as the main process sees it."""
