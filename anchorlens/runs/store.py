@@ -61,7 +61,7 @@ class Store:
         store = cls(make_folder(folder), dict(expected), believe=believe)
         for path in paths_in(store.folder, "rows-*.safetensors"):
             if (stored := _read_rows(path)) is not None:
-                store._require_same(stored[0], path)
+                store._require_same(stored[0], store.folder)
                 break
         return store
 
@@ -147,10 +147,15 @@ def forget_run(folder: str | Path) -> None:
         >>> al.forget_run(stored)
         >>> results = al.run(model, batches, [al.Accuracy()], folder=stored, progress=False)
     """
+    forget_files(folder, _FILES)
+
+
+def forget_files(folder: str | Path, names: re.Pattern[str]) -> None:
+    """Delete the files of a folder that have one of these names."""
     for path in paths_in(folder):
-        if _FILES.fullmatch(path.name) and kind_of(path) == "file":
+        if names.fullmatch(path.name) and kind_of(path) == "file":
             try:
-                path.unlink(missing_ok=True)
+                path.unlink(missing_ok=True)  # another process deletes too
             except OSError as error:
                 raise StoreError(
                     f"{path} cannot be deleted: {error.strerror}; use another folder"

@@ -380,7 +380,7 @@ class Study:
                 reason="so hooks, loss or weights are not those of the stored run (or, in bfloat16 "
                 "or float16, a question was added or left out that makes all passes have hooks)",
             )
-        if store.differ and ends and processes.is_main():
+        if store.differ and ends:
             told = "; ".join(store.differ.values())
             warn_user(f"what {store.folder} holds is believed although this differs: {told}")
 

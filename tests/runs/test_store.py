@@ -505,14 +505,12 @@ def test_rows_of_another_run_are_never_overwritten(gpt2: Any, stored: Path) -> N
     another = stored_run(stored, weights="others")
     another.write(1, {"logits/logits": torch.ones(1, 6)})
     foreign = path.read_bytes()
-    differs = (
-        r"rows-00001.* holds the contributions of another run; .* weights: stored 'others', now '"
-    )
-    with pytest.raises(StoreError, match=differs):
+    differs = r" holds the contributions of another run; .* weights: stored 'others', now '"
+    with pytest.raises(StoreError, match="rows-00001.safetensors" + differs):
         run(gpt2, Logits(), stored, metrics=[Logits()])
     for damage in (rewritten(lambda data: b""), Path.unlink):
         damage(stored / "rows-00000.safetensors")
-        with pytest.raises(StoreError, match=differs):
+        with pytest.raises(StoreError, match="stored" + differs):
             run(gpt2, Logits(), stored, metrics=[Logits()])
     assert path.read_bytes() == foreign
 
@@ -641,7 +639,7 @@ def test_killed_runs_and_stopped_commands_resume_and_end_equal(
         "SIGINT: exit status 130: stopped; what was computed is stored in",
         "SIGTERM: exit status 143: stopped; what was computed is stored in",
         " s: 3 of 3 resumed\n",
-        "killed at 5 of 28 writes, fsyncs and renames: 5 resumed\n",
+        "killed at 5 of 24 writes, fsyncs and renames: 5 resumed\n",
     ):
         assert line in printed
 
