@@ -21,7 +21,7 @@ from ..system.put_back import SafeContext, replaced, safe_context
 from ..system.torch_state import gradient_mode
 from ..system.warn import log_of
 from .hooked import Hook, HookedModel, device_of, vocabulary_of
-from .kinds import config_of, inputs_without_cache, modules_of
+from .kinds import config_of, configs_of, inputs_without_cache, modules_of
 from .model_state import ModuleHook, added_hooks, frozen_in_eval_mode, without_user_hooks
 
 _log = log_of(__name__)
@@ -94,9 +94,8 @@ def tiny_passes(
 
 def shrunk_windows(model: Any) -> SafeContext[None]:
     """Inside, sliding windows and chunks have three tokens, so that tiny passes go beyond them."""
-    config, modules = config_of(model), modules_of(model)
-    of_text = None if config is None else config.get_text_config()
-    configs = [config, of_text, *(vars(module).get("config") for module in modules)]
+    modules = modules_of(model)
+    configs = [*configs_of(config_of(model)), *(vars(each).get("config") for each in modules)]
     owners = {id(each): vars(each) for each in (*modules, *configs) if hasattr(each, "__dict__")}
     places = product(owners.values(), _WINDOWS)
     numbers = [(owner, name) for owner, name in places if type(owner.get(name)) in (int, float)]

@@ -64,11 +64,9 @@ _PLAIN |= {type(Path()), pathlib.PurePosixPath, pathlib.PureWindowsPath}
 _BUILT_IN = (*(x for x in vars(builtins).values() if type(x) is type and x is not object), Tensor)
 _BASES = (object, abc.ABC, Generic, Protocol)
 # What Python adds to each class; modules, line numbers, texts and annotations decide no number.
-_NOT_OF_CLASS = {"__dict__", "__weakref__", "__module__", "__doc__", "__annotations__", "__slots__"}
-_NOT_OF_CLASS |= {*vars(abc.ABC), "__slotnames__", "__firstlineno__", "__static_attributes__"}
-_NOT_OF_CLASS |= {"__annotate_func__", "__annotate__", "__annotations_cache__", "__orig_bases__"}
-_NOT_OF_CLASS |= {"__parameters__", "__type_params__", "__qualname__"}
-_NOT_OF_CLASS |= {"__dataclass_fields__", "__dataclass_params__"}
+_NOT_OF_CLASS = {*installed.OF_CLASS, "__slotnames__", "__firstlineno__", "__static_attributes__"}
+_NOT_OF_CLASS |= {"__annotate_func__", "__annotate__", "__orig_bases__", "__type_params__"}
+_NOT_OF_CLASS |= {"__qualname__", "__dataclass_fields__", "__dataclass_params__"}
 _OF_ENUM = {*vars(Enum("Empty", ())), "name", "value"}
 # Attributes with underscores that tell nothing from outside.
 _SPECIAL = {"__init__", "__post_init__", "__call__", "__class__", "__name__", "__qualname__"}
