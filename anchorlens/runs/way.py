@@ -39,18 +39,12 @@ from ..models.kv_cache import KeyValues
 from ..models.model_state import has_user_hooks
 from ..models.rotary import rotate_alike, rotates_by_length
 from ..models.twin import twin_of
-from ..passes import shortcuts
+from ..passes import running, shortcuts
 from ..passes.forward import logits_at, losses_of, run_checked, run_prefix
 from ..passes.fused_attention import acts_when_fused, outside_attention, run_fused
 from ..passes.loss_checks import targets_of
 from ..passes.losses import LossOfBatch, WordCrossEntropy
 from ..passes.provide import Observation, Observer, begins_as, by_hooks, by_rows
-from ..passes.running import (
-    of_one_run,
-    why_hooks_need_a_bridge,
-    why_no_native_images,
-    why_not_native,
-)
 from ..prompts.batch import PromptBatch, after_shared, longest_prompt, only_sets
 from ..system.free_memory import free_for_layers
 from ..system.processes import gather_from_processes
@@ -114,7 +108,7 @@ def way_of(
     """
     given = _Given(model, batches, changes, observed, loss)
     passes = given.passes(beside)
-    whole = Way(passes, "", {}, {}, entered=partial(of_one_run, model, passes == NATIVE))
+    whole = Way(passes, "", {}, {}, entered=partial(running.of_one_run, model, passes == NATIVE))
     if patterns_are_large(model, batches):
         reason = why_patterns(model, batches, changes, loss)
         if not reason:
@@ -153,15 +147,16 @@ class _Given:
         """Whether passes are native; otherwise why all or some of them have hooks."""
         model, shortest = self.model, _shortest(self.batches)
         *further, of_run = (
-            why_hooks_need_a_bridge(model, change(shortest), (), ()) for change in self.changes
+            running.why_hooks_need_a_bridge(model, change(shortest), (), ())
+            for change in self.changes
         )
-        why_not = why_not_native(model) or (
-            why_no_native_images(model) if _have_images(self.batches) else ""
+        why_not = running.why_not_native(model) or (
+            running.why_no_native_images(model) if _have_images(self.batches) else ""
         )
         reasons = chain(
             [why_not or twin_of(model).why_not_now(model), of_run],
             (
-                why_hooks_need_a_bridge(model, (), each.hooks, each.backward_hooks)
+                running.why_hooks_need_a_bridge(model, (), each.hooks, each.backward_hooks)
                 for each in self.observed
             ),
         )
