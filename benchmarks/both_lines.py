@@ -48,7 +48,7 @@ def indices_of(model: Any, train: Path, test: Path, queries: int) -> dict[str, l
 
 
 def main(options: argparse.Namespace) -> None:
-    weights, tokenizer = read_weights(options.model, None, torch.float32)
+    weights, tokenizer = read_weights(options.model, None, "cpu", torch.float32)
     weights.config.architectures = [type(weights).__name__]
     # Weights of a .gguf file are dequantised, but HookedTransformer refuses them with this entry.
     vars(weights.config).pop("quantization_config", None)

@@ -57,7 +57,7 @@ if __name__ == "__main__":
     parser.add_argument("--device", default="cpu")
     options = parser.parse_args()
     DEVICE = options.device
-    weights, tokenizer = read_weights(options.model, None, torch.float32)
+    weights, tokenizer = read_weights(options.model, None, "cpu", torch.float32)
     exact = measure(weights, tokenizer, torch.float32)
     for dtype in (torch.bfloat16, torch.float16):
         rounded = copy.deepcopy(weights).to(dtype).to(torch.float32)

@@ -103,7 +103,7 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--prompts", type=int, default=64)
     options = parser.parse_args()
-    weights, tokenizer = read_weights(options.model, None, torch.float32)
+    weights, tokenizer = read_weights(options.model, None, "cpu", torch.float32)
     compare(options.model, weights, tokenizer, options.repeats, options.prompts)
     small = byte_level_tokenizer()
     config = GPT2Config(vocab_size=1000, bos_token_id=0, eos_token_id=0)

@@ -278,7 +278,7 @@ def main() -> None:
     parser.add_argument("--batch-size", type=int, default=25)
     parser.add_argument("--turns", type=int, default=4)
     options = parser.parse_args()
-    weights, _ = read_weights(options.model, None, torch.float32)
+    weights, _ = read_weights(options.model, None, "cpu", torch.float32)
     weights = weights.eval().requires_grad_(False)
     model = al.load_model(options.model, dtype=torch.float32)
     demos = al.sample_demonstrations(al.load_examples(options.train), shots=1, seed=42)

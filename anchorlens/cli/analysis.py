@@ -13,7 +13,7 @@ from ..passes.memory import is_out_of_memory
 from ..prompts.batch import PromptBatch, count_tokens
 from ..report.prompt_flows import PromptFlows, plot_prompt
 from ..results.record import Record, Results
-from ..runs.store import forget_run
+from ..runs.store import forget_files, forget_run
 from ..system.files import kind_of, paths_in
 from ..system.processes import is_main
 from ..system.steps import Bar, step
@@ -55,18 +55,6 @@ def forget_rows(folder: Path) -> None:
             forget_rows(inner)
     forget_run(folder)
     forget_files(folder, re.compile(r"training\.safetensors"))
-
-
-def forget_files(folder: Path, names: re.Pattern[str]) -> None:
-    """Delete the files of a folder that have one of these names."""
-    for path in paths_in(folder):
-        if names.fullmatch(path.name) and kind_of(path) == "file":
-            try:
-                path.unlink(missing_ok=True)  # another process deletes too
-            except OSError as error:
-                raise StoreError(
-                    f"{path} cannot be deleted: {error.strerror}; use another --out"
-                ) from error
 
 
 def file_name(name: str) -> str:

@@ -13,12 +13,12 @@ from ..models.hooked import Hook, HookedModel, check_fits, dtype_of
 from ..models.kv_cache import KeyValues
 from ..models.load import ensure_prepared
 from ..models.media_tokens import refuse_media_tokens
-from ..models.model_identity import identity
 from ..models.model_state import frozen_in_eval_mode
 from ..models.rotary import refuse_another_rotation
 from ..passes.forward import run_pass
 from ..prompts.batch import PromptBatch, check_batch, only_set
 from ..prompts.segment_names import OTHER, PADDING
+from ..runs.identity import identity
 from ..system.arguments import called, checked, fitted, has_methods
 from ..system.devices import holds_numbers
 from ..system.texts import described

@@ -290,8 +290,7 @@ class AnchorDistances(Metric):
             )
 
     def reads(self, batch: PromptBatch) -> Reads:
-        keys = At("keys", batch.label_positions)
-        return {"queries": At("queries", edges.target), "keys": keys}
+        return {"queries": At("queries", edges.target), "keys": At("keys", batch.label_positions)}
 
     def contributions(self, batch: PromptBatch, seen: Seen) -> dict[str, Tensor]:
         scores, keys = batch.label_scores(seen.logits).cpu(), seen["keys"]

@@ -108,8 +108,7 @@ def fact(find: Callable[[Any], _T], kept_in: str = "found") -> Callable[[Any], _
         known = getattr(facts_of(model), kept_in)
         if found not in known:
             known[found] = find(model)
-        result: _T = known[found]
-        return result
+        return known[found]
 
     return found
 

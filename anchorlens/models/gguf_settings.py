@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from ..errors import ModelError
-from ..system.put_back import as_found, put_back, safe_context
+from ..system.put_back import replaced, safe_context
 from ..system.warn import warn_user
 
 _CURE = "give the transformers model that it was made of (its name on the hub, or its folder)"
@@ -100,10 +100,9 @@ def parsed_once(name: str) -> Iterator[None]:
             def __setattr__(self, name: str, value: Any) -> None:
                 super().__setattr__(name, value.view(np.ndarray) if name == "data" else value)
 
-        names = ("GGUFReader", "get_tensor_name_map")
-        with put_back(as_found(*((vars(gguf), name) for name in names))):
-            gguf.GGUFReader = functools.cache(Reader)  # type: ignore[assignment,misc]
-            gguf.get_tensor_name_map = functools.cache(gguf.get_tensor_name_map)
+        reader = vars(gguf), "GGUFReader", functools.cache(Reader)
+        table = vars(gguf), "get_tensor_name_map", functools.cache(gguf.get_tensor_name_map)
+        with replaced(reader, table):
             yield
 
 
@@ -250,7 +249,7 @@ def _set_rotations(
         options["rope_parameters"] = {"full_attention": rope, "sliding_attention": local}
 
 
-def refuse_unread_tensors(file: str, weights: Any) -> None:
+def refuse_unread(file: str, weights: Any) -> None:
     from transformers import modeling_gguf_pytorch_utils as of_gguf
 
     reader, value = _opened(file)
@@ -263,7 +262,7 @@ def refuse_unread_tensors(file: str, weights: Any) -> None:
         raise ModelError(_NOT_READ.format(file, count + ", ".join(unread[:3])))
 
 
-def set_gguf_tokenizer(tokenizer: Any, file: str) -> None:
+def set_tokenizer(tokenizer: Any, file: str) -> None:
     from tokenizers import pre_tokenizers
 
     reader, value = _opened(file)

@@ -57,8 +57,7 @@ def _is_product(head: Any) -> bool:
 def _in_float32(head: Any, resid: Float[Tensor, "*rows d_model"]) -> Float[Tensor, "*rows vocab"]:
     """The logits of an unembedding: of torch, or of TransformerLens."""
     weights, bias = weights_of(head)
-    logits: Tensor = _Logits.apply(resid, weights)
-    return logits + bias.float()
+    return _Logits.apply(resid, weights) + bias.float()
 
 
 def weights_of(head: Any) -> tuple[Float[Tensor, "vocab d_model"], Float[Tensor, " vocab"]]:
@@ -110,5 +109,4 @@ def _hooked(head: Any, resid: Float[Tensor, "*rows d_model"]) -> Float[Tensor, "
     """The logits in float32; hooks act around the unembedding of TransformerLens."""
     if isinstance(head, nn.Linear):
         return _in_float32(head, resid)
-    logits: Tensor = head.hook_out(_in_float32(head, head.hook_in(resid)))
-    return logits
+    return head.hook_out(_in_float32(head, head.hook_in(resid)))

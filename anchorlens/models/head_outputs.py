@@ -17,7 +17,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from ..errors import MetricError, ModelError
+from ..errors import ModelError
 from ..system.devices import wide
 from .facts import fact
 from .hooked import (
@@ -104,10 +104,6 @@ def transformed_values(
 
 def require_transformed_values(model: HookedModel) -> None:
     """Raise an error unless ``sum_h sum_j A_h,ij f_h(x_j) + b_O`` is the output of every layer."""
-    if not hasattr(model, "blocks"):
-        raise MetricError(
-            "the values of heads need the model: give al.caches.from_caches(..., model=model)"
-        )
     if wrong := layers_with_other_outputs(model):
         layer, reason = next(iter(wrong.items()))
         raise ModelError(
@@ -258,6 +254,4 @@ class FrozenNorms:
 
     def hooks_of(self, layer: int) -> list[ModuleHook]:
         """Hooks that make the norm of a layer linear; none where nothing takes the scale away."""
-        if layer not in self._modules:
-            return []
-        return [(self._modules[layer], self.found[layer].act)]
+        return [(self._modules[layer], self.found[layer].act)] if layer in self._modules else []

@@ -73,8 +73,7 @@ def devices_of_layers(model: Any) -> list[torch.device]:
 
 
 def dtype_of(model: Any) -> torch.dtype:
-    dtype: torch.dtype = next(iter(model.parameters())).dtype
-    return dtype
+    return next(iter(model.parameters())).dtype
 
 
 def is_of_low_precision(model: Any) -> bool:

@@ -13,34 +13,13 @@ from ..system.arguments import checked
 from ..system.put_back import each_call_inside, put_back
 from ..system.torch_state import gradient_mode, own_random_state
 from .facts import known_facts, state_of
-from .hooked import (
-    HookedModel,
-    attention_layers,
-    device_of,
-    pattern_name,
-    scores_name,
-    why_not_hooked,
-)
-from .kinds import is_bridge, original_of
+from .hooked import HookedModel, device_of, why_not_hooked
+from .kinds import original_of
 from .model_state import frozen_in_eval_mode, without_user_hooks
 from .native_attention import implementations_of, unwrap_model
-from .read_weights import (
-    best_device,
-    device_or_map,
-    placed,
-    read_tokenizer,
-    read_weights,
-    refuse_revision,
-)
-from .tiny_pass import (
-    logits_of,
-    n_tokens_of,
-    relative_difference,
-    rounding_of_passes,
-    said_by,
-    tiny_passes,
-)
-from .verify_hooks import attends_to_later, verified_facts
+from .read_weights import device_or_map, placed, read_tokenizer, read_weights, refuse_revision
+from .tiny_pass import logits_of, relative_difference, rounding_of_passes, said_by, tiny_passes
+from .verify_hooks import ENCODER_DECODER, refuse_bidirectional, require_hook_points, verified_facts
 
 if TYPE_CHECKING:
     from transformer_lens.model_bridge import TransformerBridge
@@ -48,14 +27,6 @@ else:
     TransformerBridge = Any  # type checkers and editors need the class; its import takes seconds
 
 Model = TypeVar("Model", bound=HookedModel)
-
-_ENCODER_DECODER = (
-    "{} is {} encoder-decoder; these analyses are for left-to-right language models, whose label "
-    "words are in the same prompt as the query"
-)
-_BIDIRECTIONAL = (
-    "{} is no left-to-right language model, but bidirectional: its tokens attend to later ones"
-)
 
 
 # An inference_mode of the caller would make tensors that autograd rejects.
@@ -120,8 +91,7 @@ def load_model(
         _refuse_inference_tensors(name, weights)
     else:
         _refuse_other_sources(source)
-        weights, tokenizer = read_weights(str(source), tokenizer, dtype, revision)
-        weights = placed(weights, best_device() if place is None else place, dtype)
+        weights, tokenizer = read_weights(str(source), tokenizer, place, dtype, revision)
         name = f"{source}" if revision is None else f"{source}@{revision}"
     return bridge_of(name, weights, tokenizer)
 
@@ -171,14 +141,13 @@ def prepare_model(model: Model) -> Model:
             known_facts[model] = facts
 
     with frozen_in_eval_mode(model), without_user_hooks(model):
-        _refuse_missing_hooks(model)
+        require_hook_points(model)
         try:
             with put_back(keep_or_undo):
                 facts = verified_facts(model)
-        except ModelError as error:
+        except ModelError:
             restore_model(model)
-            if attends_to_later(model):
-                raise ModelError(_BIDIRECTIONAL.format(model.cfg.model_name)) from error
+            refuse_bidirectional(model)
             raise
     return model
 
@@ -226,7 +195,7 @@ def refuse_encoder_decoder(name: str, config: Any) -> None:
     # Its decoder alone (BartForCausalLM) has a configuration of the same class.
     if config.is_encoder_decoder or getattr(type(config), "is_encoder_decoder", False):
         what = "an" if config.is_encoder_decoder else "the decoder of an"
-        raise ModelError(_ENCODER_DECODER.format(name, what))
+        raise ModelError(ENCODER_DECODER.format(name, what))
 
 
 def _refuse_other_sources(source: Any) -> None:
@@ -312,36 +281,4 @@ def _refuse_different_logits(name: str, expected: Tensor, model: Any, tokens: Te
         raise ModelError(
             f"TransformerLens makes another model of {name!r}, whose logits differ by "
             f"{difference:.2g} of the largest; try another version of transformer-lens"
-        )
-
-
-def _refuse_missing_hooks(model: Any) -> None:
-    name, names = model.cfg.model_name, set(model.hook_dict)
-    if any(point.startswith(("encoder", "decoder")) for point in names):
-        raise ModelError(_ENCODER_DECODER.format(name, "an"))
-    generates = getattr(original_of(model), "can_generate", None)
-    if generates is not None and not generates():
-        if hasattr(model, "W_E") and attends_to_later(model):
-            raise ModelError(_BIDIRECTIONAL.format(name))
-        raise ModelError(f"{name} is no left-to-right language model: it does not generate text")
-    if not hasattr(model, "W_E"):
-        raise ModelError(f"{name} embeds no tokens; these analyses are for language models")
-    # This setting is right for a HookedTransformer, but not for a bridge over BERT.
-    if not is_bridge(model) and getattr(model.cfg, "attention_dir", None) == "bidirectional":
-        raise ModelError(_BIDIRECTIONAL.format(name))
-    if not model.cfg.n_layers:
-        raise ModelError(f"{name} has no layers, and these analyses need attention in layers")
-    if model.cfg.n_ctx < n_tokens_of(model):
-        raise ModelError(
-            f"the context of {name} is {model.cfg.n_ctx} tokens, and the check of its hooks takes "
-            f"{n_tokens_of(model)}; make the model with a longer context"
-        )
-    points = {n: {pattern_name(n), scores_name(n)} for n in attention_layers(model)}
-    closed = [layer for layer, both in points.items() if not both <= names]
-    if closed or not points:
-        raise ModelError(
-            f"layers {closed or [*range(model.cfg.n_layers)]} of {name} have no attention pattern "
-            "to hook: TransformerLens has no hook points of scores and pattern there. They are "
-            "state-space layers, or attention that it leaves closed; these analyses need a pattern "
-            "in at least one layer, and in each whose attention TransformerLens opens"
         )

@@ -16,7 +16,7 @@ from torch import nn
 from ..errors import HookError
 from ..system.hidden_warnings import warnings_as_found
 from ..system.hook import Hook
-from ..system.put_back import SafeContext, as_found, put_back, safe_context
+from ..system.put_back import SafeContext, as_found, put_back, replaced, safe_context
 from ..system.torch_state import torch_modes
 from .kinds import modules_of
 
@@ -56,20 +56,19 @@ def frozen_in_eval_mode(model: Any) -> Iterator[None]:
         deltas_as_found = as_found(*((holder, "rope_deltas") for holder in holders))
         modes_as_found, seen_as_found = torch_modes(), warnings_as_found()
 
+        def set_training(is_on: bool) -> None:
+            for parameter in trained:
+                parameter.requires_grad_(is_on)
+            for module in training:
+                module.training = is_on
+
         def restore() -> None:
             modes_as_found()
             seen_as_found()
             deltas_as_found()
-            for parameter in trained:
-                parameter.requires_grad_(True)
-            for module in training:
-                module.training = True
+            set_training(True)
 
-        with put_back(restore):
-            for parameter in trained:
-                parameter.requires_grad_(False)
-            for module in training:
-                module.training = False
+        with put_back(restore, partial(set_training, False)):
             yield
 
 
@@ -203,17 +202,12 @@ def _without_added(module: nn.Module) -> Callable[[], None]:
     return restore
 
 
-@safe_context
 def replaced_methods(
     modules: Iterable[Any], name: str, method_of: Callable[[int, Any], Callable[..., Any]]
-) -> Iterator[None]:
+) -> SafeContext[None]:
     """Inside, a method of each module is what ``method_of(number, module)`` returns."""
-    modules = list(modules)
     # In __dict__, because a bridge sets its attributes on the module that it wraps.
-    with put_back(as_found(*((vars(module), name) for module in modules))):
-        for number, module in enumerate(modules):
-            vars(module)[name] = method_of(number, module)
-        yield
+    return replaced(*((vars(each), name, method_of(n, each)) for n, each in enumerate(modules)))
 
 
 def _lock_of(model: Any) -> Any:

@@ -23,7 +23,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from ..errors import ModelError
-from ..system.put_back import SafeContext, as_found, put_back
+from ..system.put_back import SafeContext, as_found, put_back, replaced
 from ..system.torch_state import torch_modes
 from .kinds import config_of, configs_of, original_of
 
@@ -170,13 +170,7 @@ def _showing_cache(attention: Any, kwargs: Any) -> SafeContext[None]:
     """Inside, ``tokens_run`` knows the cache; scores are computed after it was extended."""
     cache = next((kwargs[name] for name in _NAMES if kwargs.get(name) is not None), None)
     points = () if cache is None else (attention.hook_attn_scores, attention.hook_pattern)
-    shown = [point.ctx for point in points]
-
-    def show() -> None:
-        for context in shown:
-            context[_CACHE] = cache
-
-    return put_back(as_found(*((context, _CACHE) for context in shown)), show)
+    return replaced(*((point.ctx, _CACHE, cache) for point in points))
 
 
 class _ThroughHooks(TorchFunctionMode):

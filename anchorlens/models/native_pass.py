@@ -12,7 +12,7 @@
 """
 
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache, partial
 from types import SimpleNamespace
@@ -23,7 +23,7 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 
 from ..errors import ModelError
-from ..system.put_back import as_found, put_back, safe_context
+from ..system.put_back import SafeContext, replaced
 from .batch_hooks import EdgeHook
 from .facts import OfAttention, facts_of
 from .head import forward_of_head
@@ -359,15 +359,13 @@ def _is_added(act: Any) -> bool:
     return is_cut and (act.factors is None or not act.factors.requires_grad)
 
 
-@safe_context
-def registered(name: str, interface: Interface) -> Iterator[None]:
+def registered(name: str, interface: Interface) -> SafeContext[None]:
     """Inside, an interface serves the models whose configurations have this name."""
     from transformers import AttentionInterface, AttentionMaskInterface
 
-    registries = AttentionInterface, AttentionMaskInterface
     # Private in transformers, which has no public way to undo a registration.
     # What is found is of a pass outside of this one.
-    with put_back(as_found(*((registry._global_mapping, name) for registry in registries))):
-        AttentionInterface.register(name, interface.attention)
-        AttentionMaskInterface.register(name, interface.mask)
-        yield
+    return replaced(
+        (AttentionInterface._global_mapping, name, interface.attention),
+        (AttentionMaskInterface._global_mapping, name, interface.mask),
+    )

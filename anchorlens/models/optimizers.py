@@ -27,10 +27,9 @@ class Adafactor:
     def __call__(self, parameters: Sequence[Tensor]) -> Optimizer:
         from transformers.optimization import Adafactor as OfTransformers
 
-        optimizer: Optimizer = OfTransformers(
+        return OfTransformers(
             parameters, lr=self.lr, relative_step=False, scale_parameter=False, warmup_init=False
         )
-        return optimizer
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,7 @@ from functools import partial
 from logging.handlers import BufferingHandler
 
 from ..system.hidden_warnings import hidden_warnings
-from ..system.put_back import SafeContext, put_back, safe_context
+from ..system.put_back import SafeContext, put_back, replaced, safe_context
 from ..system.warn import warn_user
 
 # The libraries that load models and examples, by the names of their loggers and modules.
@@ -52,23 +52,22 @@ def quiet_libraries() -> Iterator[None]:
     had_bars = of_transformers.is_progress_bar_enabled()
     has_none = of_hub.are_progress_bars_disabled()
     draw_downloads = of_hub.disable_progress_bars if has_none else of_hub.enable_progress_bars
-    bar_of_gguf = of_gguf.tqdm
 
     def restore() -> None:
-        of_gguf.tqdm = bar_of_gguf
         if had_bars:
             of_transformers.enable_progress_bar()
         draw_downloads()  # transformers switches the bars of downloads together with its own
 
     def change() -> None:
         of_transformers.disable_progress_bar()
-        of_gguf.tqdm = of_transformers.tqdm  # the bar of a .gguf file does not ask that switch
         draw_downloads()
 
     with (
         hidden_warnings(module=rf"({'|'.join(_NOISY[1:])})\b"),
         hidden_warnings(category=FutureWarning, module=r"transformers\b"),
         put_back(restore, change),
+        # The bar of a .gguf file does not ask that switch.
+        replaced((vars(of_gguf), "tqdm", of_transformers.tqdm)),
         _errors_only(*_NOISY),
     ):
         yield

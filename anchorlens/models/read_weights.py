@@ -20,13 +20,7 @@ from ..system.files import kind_of, paths_in
 from ..system.package import installed_version
 from ..system.processes import process_device
 from ..system.warn import warn_user
-from .gguf_settings import (
-    gguf_config,
-    parsed_once,
-    refuse_part,
-    refuse_unread_tensors,
-    set_gguf_tokenizer,
-)
+from .gguf_settings import gguf_config, parsed_once, refuse_part, refuse_unread, set_tokenizer
 from .kinds import configs_of, modules_of
 from .quiet_libraries import quiet_libraries, warnings_of_transformers
 
@@ -55,9 +49,9 @@ def read_model_files(name: str) -> tuple[Any, Any]:
 
 
 def read_weights(
-    name: str, tokenizer: Any, dtype: torch.dtype | None, revision: str | None = None
+    name: str, tokenizer: Any, place: Any, dtype: torch.dtype | None, revision: str | None = None
 ) -> tuple[Any, Any]:
-    """Weights and tokenizer of a hub name, a folder or a .gguf file."""
+    """Weights at a place of ``device_or_map``, and tokenizer, of a name, folder or .gguf file."""
     import transformers
 
     is_gguf, at = name.endswith(".gguf"), name if revision is None else f"{name}@{revision}"
@@ -86,11 +80,11 @@ def read_weights(
         )
         weights, report = result
         if is_gguf:
-            refuse_unread_tensors(name, weights)
+            refuse_unread(name, weights)
         stored = {} if is_gguf else config.get_config_dict(source, **options)[0]
     _refuse_other_weights(name, weights, report)
     check_settings(name, weights, stored)
-    return weights, tokenizer
+    return placed(weights, best_device() if place is None else place, dtype), tokenizer
 
 
 def read_processor(name: str) -> Any:
@@ -142,7 +136,7 @@ def _tokenizer_of(name: str, source: str, options: dict[str, Any]) -> Any:
             "folder of one: tokenizer=..."
         )
     if name.endswith(".gguf"):
-        set_gguf_tokenizer(tokenizer, name)
+        set_tokenizer(tokenizer, name)
     return tokenizer
 
 
@@ -276,7 +270,7 @@ def device_or_map(
 
 
 def placed(weights: Any, place: str | torch.device | Map | None, dtype: torch.dtype | None) -> Any:
-    """The model at a place of ``place_of`` and in a type, where they are given."""
+    """The model at a place of ``device_or_map`` and in a type, where they are given."""
     is_map = isinstance(place, Mapping) or place in _DEVICE_MAPS
     try:
         # Quantised weights raise an error if any type is given.

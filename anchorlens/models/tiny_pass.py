@@ -17,11 +17,11 @@ from torch import Tensor
 
 from ..errors import AnchorlensError, ModelError
 from ..prompts.batch import PromptBatch
-from ..system.put_back import as_found, put_back, safe_context
+from ..system.put_back import SafeContext, replaced, safe_context
 from ..system.torch_state import gradient_mode
 from ..system.warn import log_of
 from .hooked import Hook, HookedModel, device_of, vocabulary_of
-from .kinds import config_of, inputs_without_cache, modules_of
+from .kinds import config_of, configs_of, inputs_without_cache, modules_of
 from .model_state import ModuleHook, added_hooks, frozen_in_eval_mode, without_user_hooks
 
 _log = log_of(__name__)
@@ -92,20 +92,14 @@ def tiny_passes(
         yield
 
 
-@safe_context
-def shrunk_windows(model: Any) -> Iterator[None]:
+def shrunk_windows(model: Any) -> SafeContext[None]:
     """Inside, sliding windows and chunks have three tokens, so that tiny passes go beyond them."""
-    config, modules = config_of(model), modules_of(model)
-    of_text = None if config is None else config.get_text_config()
-    configs = [config, of_text, *(vars(module).get("config") for module in modules)]
+    modules = modules_of(model)
+    configs = [*configs_of(config_of(model)), *(vars(each).get("config") for each in modules)]
     owners = {id(each): vars(each) for each in (*modules, *configs) if hasattr(each, "__dict__")}
     places = product(owners.values(), _WINDOWS)
     numbers = [(owner, name) for owner, name in places if type(owner.get(name)) in (int, float)]
-    found = [(owner, name) for owner, name in numbers if owner[name] > _SHRUNK]
-    with put_back(as_found(*found)):
-        for owner, name in found:
-            owner[name] = _SHRUNK
-        yield
+    return replaced(*((owner, name, _SHRUNK) for owner, name in numbers if owner[name] > _SHRUNK))
 
 
 def logits_of(
@@ -129,8 +123,7 @@ def logits_of(
         if dtype != "float32":
             reason = f"use float32 (dtype=torch.float32); if that fails too, {reason}"
         raise ModelError(f"{name} cannot run in {dtype}: {said}; {reason}") from error
-    logits: Tensor = getattr(output, "logits", output)
-    return logits
+    return getattr(output, "logits", output)
 
 
 def small_loss(logits: Float[Tensor, "1 position vocab"]) -> Float[Tensor, ""]:

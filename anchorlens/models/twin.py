@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.nn.modules import module as module_hooks
 
 from ..errors import ModelError
-from ..system.put_back import SafeContext, put_back, safe_context
+from ..system.put_back import SafeContext, put_back, replaced, safe_context
 from .facts import own_fact
 from .hooked import attentions_of, is_of_low_precision
 from .kinds import config_of, head_of, is_bridge, modules_of, original_of
@@ -113,8 +113,7 @@ class Twin:
         return self._configs[id(config)]
 
     def run(self, tokens: Tensor, **inputs: Any) -> Tensor:
-        logits: Tensor = self.model(tokens, **inputs).logits
-        return logits
+        return self.model(tokens, **inputs).logits
 
     @safe_context
     def hears(self, native: NativePass) -> Iterator[None]:
@@ -149,8 +148,7 @@ class Twin:
             yield
 
     def suspended(self) -> SafeContext[None]:
-        suspend = partial(setattr, self, "is_suspended")
-        return put_back(partial(suspend, self.is_suspended), partial(suspend, True))
+        return replaced((vars(self), "is_suspended", True))
 
     def why_not_now(self, model: Any) -> str:
         """Why the twin may not run; empty if the model is as it was, without hooks of the user."""

@@ -30,7 +30,7 @@ from .hooked import (
     pattern_name,
     scores_name,
 )
-from .kinds import QUERY_AND_KEY, pairs_in
+from .kinds import QUERY_AND_KEY, is_bridge, original_of, pairs_in
 from .kv_cache import KeyValues, inputs_after, keys_and_values, prefix_of
 from .native_attention import pass_cache, unwrap, use_eager_attention, wrap_attention, wrap_operands
 from .tiny_pass import (
@@ -48,6 +48,13 @@ from .tiny_pass import (
     tiny_tokens,
 )
 
+ENCODER_DECODER = (
+    "{} is {} encoder-decoder; these analyses are for left-to-right language models, whose label "
+    "words are in the same prompt as the query"
+)
+_BIDIRECTIONAL = (
+    "{} is no left-to-right language model, but bidirectional: its tokens attend to later ones"
+)
 _PRODUCTS = ("matmul", "__matmul__", "bmm", "baddbmm")
 _CURE = (
     "load it with attn_implementation='eager', unquantised, or as a HookedTransformer "
@@ -125,8 +132,41 @@ def _wrapped(model: Any) -> tuple[Operands | None, ...]:
     return operands
 
 
-def attends_to_later(model: HookedModel) -> bool:
-    """Whether the last of three tokens changes the logits at the two tokens before it."""
+def require_hook_points(model: Any) -> None:
+    """Raise an error for what is no left-to-right language model, or has no points of patterns."""
+    name, names = model.cfg.model_name, set(model.hook_dict)
+    if any(point.startswith(("encoder", "decoder")) for point in names):
+        raise ModelError(ENCODER_DECODER.format(name, "an"))
+    generates = getattr(original_of(model), "can_generate", None)
+    if generates is not None and not generates():
+        if hasattr(model, "W_E"):
+            refuse_bidirectional(model)
+        raise ModelError(f"{name} is no left-to-right language model: it does not generate text")
+    if not hasattr(model, "W_E"):
+        raise ModelError(f"{name} embeds no tokens; these analyses are for language models")
+    # This setting is right for a HookedTransformer, but not for a bridge over BERT.
+    if not is_bridge(model) and getattr(model.cfg, "attention_dir", None) == "bidirectional":
+        raise ModelError(_BIDIRECTIONAL.format(name))
+    if not model.cfg.n_layers:
+        raise ModelError(f"{name} has no layers, and these analyses need attention in layers")
+    if model.cfg.n_ctx < n_tokens_of(model):
+        raise ModelError(
+            f"the context of {name} is {model.cfg.n_ctx} tokens, and the check of its hooks takes "
+            f"{n_tokens_of(model)}; make the model with a longer context"
+        )
+    points = {n: {pattern_name(n), scores_name(n)} for n in attention_layers(model)}
+    closed = [layer for layer, both in points.items() if not both <= names]
+    if closed or not points:
+        raise ModelError(
+            f"layers {closed or [*range(model.cfg.n_layers)]} of {name} have no attention pattern "
+            "to hook: TransformerLens has no hook points of scores and pattern there. They are "
+            "state-space layers, or attention that it leaves closed; these analyses need a pattern "
+            "in at least one layer, and in each whose attention TransformerLens opens"
+        )
+
+
+def refuse_bidirectional(model: Any) -> None:
+    """Raise an error if the last of three tokens changes the logits at the two tokens before it."""
     tokens = tiny_tokens(model, 3).repeat(2, 1)
     tokens[1, 2] = tokens[1, 1]
     with tiny_passes(model):
@@ -135,8 +175,9 @@ def attends_to_later(model: HookedModel) -> bool:
             logits = model(tokens)[:, :-1].float()
         except Exception as error:  # not known: it cannot run, as verify_hooks says
             reason_of_failure(error, "a pass without a mask")
-            return False
-    return bool((logits[0] - logits[1]).abs().max() > 1e-3 * logits.abs().max())
+            return
+    if (logits[0] - logits[1]).abs().max() > 1e-3 * logits.abs().max():
+        raise ModelError(_BIDIRECTIONAL.format(model.cfg.model_name))
 
 
 class _Products(TorchFunctionMode):

@@ -16,7 +16,10 @@ import dis
 import functools
 import gc
 import hashlib
+import json
 import pathlib
+import re
+import types
 from collections import OrderedDict
 from collections.abc import Callable, Mapping
 from contextlib import suppress
@@ -24,19 +27,6 @@ from dataclasses import fields, is_dataclass
 from enum import Enum, EnumType
 from inspect import getattr_static, unwrap
 from operator import attrgetter
-from pathlib import Path
-from types import (
-    BuiltinFunctionType,
-    CodeType,
-    FunctionType,
-    GetSetDescriptorType,
-    MappingProxyType,
-    MemberDescriptorType,
-    MethodDescriptorType,
-    MethodType,
-    ModuleType,
-    WrapperDescriptorType,
-)
 from typing import Any, Generic, NamedTuple, Protocol, cast
 
 import numpy as np
@@ -44,24 +34,27 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from ..models.model_identity import tokenizer_identity
 from ..prompts.edge_set import EdgeSet
 from ..system.checksum import digest_of
 from ..system.package import homes_of
 from . import installed
 
+# The address in an object's default repr tells nothing about the object.
+ADDRESS = re.compile(r" at 0x[0-9a-fA-F]+")
+# Attributes of a tokenizer that tell where its files are, or have their own entry.
+_OF_FILES = re.compile(
+    r"_path$|_files?$|local|_hash$|dir$|^(files_loaded|_tokenizer|init_kwargs|deprecation_warnings)$"
+)
 _PLAIN = {type(None), bool, int, float, complex, str, bytes, range, type(...), type(NotImplemented)}
 _PLAIN |= {torch.dtype, torch.device, torch.layout, torch.memory_format, torch.Size}
-_PLAIN |= {type(Path()), pathlib.PurePosixPath, pathlib.PureWindowsPath}
+_PLAIN |= {type(pathlib.Path()), pathlib.PurePosixPath, pathlib.PureWindowsPath}
 # What they hold is in no attribute.
 _BUILT_IN = (*(x for x in vars(builtins).values() if type(x) is type and x is not object), Tensor)
 _BASES = (object, abc.ABC, Generic, Protocol)
 # What Python adds to each class; modules, line numbers, texts and annotations decide no number.
-_NOT_OF_CLASS = {"__dict__", "__weakref__", "__module__", "__doc__", "__annotations__", "__slots__"}
-_NOT_OF_CLASS |= {*vars(abc.ABC), "__slotnames__", "__firstlineno__", "__static_attributes__"}
-_NOT_OF_CLASS |= {"__annotate_func__", "__annotate__", "__annotations_cache__", "__orig_bases__"}
-_NOT_OF_CLASS |= {"__parameters__", "__type_params__", "__qualname__"}
-_NOT_OF_CLASS |= {"__dataclass_fields__", "__dataclass_params__"}
+_NOT_OF_CLASS = {*installed.OF_CLASS, "__slotnames__", "__firstlineno__", "__static_attributes__"}
+_NOT_OF_CLASS |= {"__annotate_func__", "__annotate__", "__orig_bases__", "__type_params__"}
+_NOT_OF_CLASS |= {"__qualname__", "__dataclass_fields__", "__dataclass_params__"}
 _OF_ENUM = {*vars(Enum("Empty", ())), "name", "value"}
 # Attributes with underscores that tell nothing from outside.
 _SPECIAL = {"__init__", "__post_init__", "__call__", "__class__", "__name__", "__qualname__"}
@@ -203,7 +196,7 @@ class _Walk:
         """By text or name: a walk through a part may lead to the set again, so it comes last."""
         if type(part) in _PLAIN:
             return "", repr(part)
-        if isinstance(part, type | FunctionType) and "<" not in part.__qualname__:
+        if isinstance(part, type | types.FunctionType) and "<" not in part.__qualname__:
             return "named", _in_full(part)
         return "walked", identity_of(part, self._known).digest
 
@@ -219,7 +212,7 @@ class _Walk:
             self._miss(f"the method {value.__qualname__}")
         self._add_all("method of a class in C", value.__name__, value.__objclass__)
 
-    def _add_function(self, function: FunctionType) -> None:
+    def _add_function(self, function: types.FunctionType) -> None:
         """What a function holds, and, if it is of the user, its code and what that names."""
         place = installed.home_of(function)
         self._write("function", place, function.__name__, function.__qualname__)
@@ -239,7 +232,7 @@ class _Walk:
             options = *(inner.__defaults__ or ()), *(inner.__kwdefaults__ or {}).items()
             self._write("options", repr([each for each in options if _is_plain(each)]))
 
-    def _add_code(self, code: CodeType, function: FunctionType) -> None:
+    def _add_code(self, code: types.CodeType, function: types.FunctionType) -> None:
         """What a code does, and the values of what it names; of modules only the end of a chain."""
         shape, names = _read_code(code)
         self._write("code", shape)
@@ -247,7 +240,7 @@ class _Walk:
         own = {name for kind, name in names if kind == "STORE_NAME"}  # of a class in the function
         chain, text = _MISSING, ""
         for kind, name in [*names, ("", "")]:
-            if kind == "attribute" and isinstance(chain, ModuleType):
+            if kind == "attribute" and isinstance(chain, types.ModuleType):
                 chain, text = _of_module(chain, name), f"{text}.{name}"
                 if chain is _MISSING:
                     self._miss(f"{text}, which has no value")
@@ -259,7 +252,7 @@ class _Walk:
                     self._miss("a layer whose weights are drawn")
                 self._name, chain = before, _MISSING
             if kind == "constant":
-                if isinstance(name, CodeType):
+                if isinstance(name, types.CodeType):
                     self._add_code(name, function)
                 else:
                     self.add(name)
@@ -297,8 +290,10 @@ class _Walk:
             members: Mapping[str, Any] = kind.__members__
             self._add_fields({"name": None, "value": None, **members})
             skipped = skipped | members.keys() | _OF_ENUM
-        own = {n: x for n, x in vars(kind).items() if not isinstance(x, GetSetDescriptorType)}
-        decides = {n: x for n, x in own.items() if n not in skipped or isinstance(x, FunctionType)}
+        own = {n: x for n, x in vars(kind).items() if not isinstance(x, types.GetSetDescriptorType)}
+        decides = {
+            n: x for n, x in own.items() if n not in skipped or isinstance(x, types.FunctionType)
+        }
         self._add_fields(decides)
 
     def _add_object(self, value: Any, kind: type) -> None:
@@ -346,34 +341,36 @@ class _Walk:
 
 
 _PARTS: dict[type, Callable[[Any], Any]] = {
-    MethodType: attrgetter("__func__", "__self__"),
+    types.MethodType: attrgetter("__func__", "__self__"),
     property: attrgetter("fget", "fset", "fdel"),
     functools.partial: attrgetter("func", "args", "keywords", "__dict__"),
     slice: attrgetter("start", "stop", "step"),
     **dict.fromkeys((staticmethod, classmethod), lambda each: [each.__func__]),
     functools.cached_property: lambda each: [each.func],
     RemovableHandle: lambda each: [],  # its number is no content
-    MemberDescriptorType: lambda each: [each.__name__],
+    types.MemberDescriptorType: lambda each: [each.__name__],
     EdgeSet: lambda each: [each.table()],
-    MappingProxyType: gc.get_referents,
+    types.MappingProxyType: gc.get_referents,
     **dict.fromkeys(
         (dict, OrderedDict), lambda each: [part for item in each.items() for part in item]
     ),
     **dict.fromkeys((list, tuple), tuple),
 }
 _WAYS: dict[type, Callable[[_Walk, Any], Any]] = {
-    FunctionType: _Walk._add_function,
-    BuiltinFunctionType: _Walk._add_method_in_c,
-    **dict.fromkeys((MethodDescriptorType, WrapperDescriptorType), _Walk._add_descriptor),
+    types.FunctionType: _Walk._add_function,
+    types.BuiltinFunctionType: _Walk._add_method_in_c,
+    **dict.fromkeys(
+        (types.MethodDescriptorType, types.WrapperDescriptorType), _Walk._add_descriptor
+    ),
     **dict.fromkeys((Tensor, nn.Parameter), _Walk._add_tensor),
     **dict.fromkeys((set, frozenset), _Walk._add_set),
     np.ndarray: _Walk._add_array,
-    ModuleType: lambda walk, each: walk._miss(f"the module {each.__name__}"),
+    types.ModuleType: lambda walk, each: walk._miss(f"the module {each.__name__}"),
 }
 
 
 @functools.lru_cache(4096)
-def _read_code(code: CodeType) -> tuple[str, list[tuple[str, Any]]]:
+def _read_code(code: types.CodeType) -> tuple[str, list[tuple[str, Any]]]:
     """What a code does, in words, and what it names: constants, globals, attributes and more.
 
     Left out are descriptions, local names, line numbers, and asserts that only compare.
@@ -437,6 +434,18 @@ def _is_inside(inner: Any, outer: Any) -> bool:
     return (outer[0], outer[2]) <= start and end <= (outer[1], outer[3])
 
 
+def tokenizer_identity(tokenizer: Any) -> str:
+    """A digest of everything that a tokenizer holds, apart from where its files are."""
+    backend = json.loads(tokenizer.backend_tokenizer.to_str())
+    # A call stores its options there, and every call sets them again.
+    rules = {name: backend[name] for name in backend if name not in ("truncation", "padding")}
+    both = (vars(tokenizer), tokenizer.init_kwargs)
+    options = [{name: own[name] for name in own if not _OF_FILES.search(name)} for own in both]
+    everything = [type(tokenizer).__name__, options, rules]
+    text = ADDRESS.sub("", json.dumps(everything, sort_keys=True, default=repr))
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
 def _content(cell: Any) -> Any:
     """What a cell of a closure holds; the cell itself, which is unknown, if it has no value yet."""
     try:
@@ -445,16 +454,16 @@ def _content(cell: Any) -> Any:
         return cell
 
 
-def _global(function: FunctionType, name: str) -> Any:
+def _global(function: types.FunctionType, name: str) -> Any:
     if type(function.__globals__) is not dict:
         return _MISSING
     of_python = cast("Any", function).__builtins__
     return function.__globals__.get(name, of_python.get(name, _MISSING))
 
 
-def _of_module(module: ModuleType, name: str) -> Any:
+def _of_module(module: types.ModuleType, name: str) -> Any:
     """What a module has under a name, unless it may compute it at each use."""
-    if type(module) is not ModuleType:
+    if type(module) is not types.ModuleType:
         return _MISSING
     if module in homes_of(installed.PACKAGE).values():
         return getattr(module, name, _MISSING)  # imported at first use
@@ -470,7 +479,7 @@ def _fields_of(value: Any) -> dict[str, Any]:
     own = dict[str, Any](getattr(value, "__dict__", {}))
     for each in type(value).__mro__:
         for name, member in vars(each).items():
-            if isinstance(member, MemberDescriptorType):
+            if isinstance(member, types.MemberDescriptorType):
                 with suppress(AttributeError):  # nothing was put into the slot
                     own[name] = member.__get__(value)
     if isinstance(value, nn.Module):  # the number of a hook's handle is no content

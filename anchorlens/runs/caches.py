@@ -30,14 +30,7 @@ from ..system.torch_state import gradient_mode
 from .checks import require_questions
 from .identity import versions
 from .passes import contributed, layer_of, results_of
-from .study import (
-    cases_of,
-    describe_layers,
-    describe_prompts,
-    joined,
-    order_of_queries,
-    require_batches,
-)
+from .study import cases_of, describe_layers, describe_prompts, in_order, require_batches
 
 _GRADIENT = "_grad"  # what TransformerLens adds to the name where it caches gradients
 
@@ -105,16 +98,14 @@ def from_caches(
         of_pass = _GivenPass.of(given, batch, number, model)
         of_metrics = [of_pass.contributions(each, model) for each in metrics]
         collected.append({name: each[name] for each in of_metrics for name in each})
-    contributions = joined(collected)
-    order = order_of_queries(batches)
     info = {} if model is None else {"model": str(model.cfg.model_name), **describe_layers(model)}
     info |= describe_prompts(batches) | {"source": "caches of passes that were given"}
     sets, texts = cases_of(batches)
     options: dict[str, Any] = {"sets": sets, "texts": texts, "resamples": resamples}
     options["info"] = info | {"versions": versions()}
-    in_order = {name: values[order] for name, values in contributions.items()}
+    contributions = in_order(batches, collected)
     return results_of(
-        metrics, in_order, lambda each, found: with_intervals(each.result, found, **options), {}
+        metrics, contributions, lambda each, of: with_intervals(each.result, of, **options), {}
     )
 
 

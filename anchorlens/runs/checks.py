@@ -54,8 +54,6 @@ def check_questions(
             f"no question of this run takes its loss: {', '.join(names)} need no gradient; leave "
             "loss= out, or ask for its mean, al.Loss(loss)"
         )
-    if hooks is not None:
-        check_hooks(model, hooks, batches)
     for each in observed:
         check_columns(each.question, batches, each.reads)
         named = {name: each.question.name for name, _ in (*each.hooks, *each.backward_hooks)}
@@ -126,8 +124,7 @@ def check_hooks(model: HookedModel, hooks: HooksOfBatch, batches: Sequence[Promp
 def hooks_of(hooks: HooksOfBatch, batch: PromptBatch) -> Sequence[Hook]:
     """What a function of the batch gives, or an error if these are no hooks."""
     given = called("hooks", hooks, "the batch", batch)
-    acting: Sequence[Hook] = fitted("what hooks returns", given, Sequence[Hook])
-    return acting
+    return fitted("what hooks returns", given, Sequence[Hook])
 
 
 def check_edges_of_hooks(hooks: HooksOfBatch, batches: Sequence[PromptBatch]) -> None:
@@ -150,8 +147,7 @@ def possible(
     model: HookedModel, batches: Sequence[PromptBatch], questions: Sequence[Question]
 ) -> tuple[list[Question], dict[str, AnchorlensError]]:
     """The questions that have a result for this model and prompts, and errors of the others."""
-    for batch in batches:
-        check_fits(model, batch)
+    check_fits(model, *batches)
     able: list[Question] = []
     errors: dict[str, AnchorlensError] = {}
     for question in questions:

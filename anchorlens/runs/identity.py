@@ -6,38 +6,46 @@ packages; it is stored with contributions. Where code cannot be compared, a pers
 """
 
 import functools
+import hashlib
+import json
 import platform
 import re
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, is_dataclass
+from itertools import chain
 from pathlib import Path
 from types import FunctionType, MethodType
 from typing import Any, NamedTuple
 
 import torch
+from torch import Tensor
 from torch.nn.modules import module as modules_of_torch
 from torch.optim import optimizer as optimizers_of_torch
 from torch.overrides import _get_current_function_mode_stack
 from torch.utils._device import DeviceContext
 
 from ..errors import ArgumentError, StoreError
-from ..models.kinds import config_of
-from ..models.model_identity import ADDRESS, identity
+from ..models.kinds import config_of, is_bridge, original_of
 from ..models.model_state import user_hooks
+from ..models.rotary import follows_the_prompts
 from ..printable import printable
 from ..prompts.batch import PromptBatch
 from ..system.arguments import checked
+from ..system.checksum import digest_of
 from ..system.package import installed_version
 from ..system.processes import is_main
 from ..system.texts import name_of
 from ..system.warn import warn_user
-from .by_value import Known, identity_of
+from .by_value import ADDRESS, Known, identity_of
 from .installed import bases_of, changed, home_of
 
 PACKAGES = ("anchorlens", "transformer-lens", "transformers", "tokenizers", "torch", "scipy")
 _LONGEST = 2000  # characters of a setting in words
 _TOLD = 3  # at most, of what is unknown
 _DIGEST = re.compile(r" \(([0-9a-f]{16})\)$")  # of a setting, after its words
+# Fields of a configuration that do not decide the numbers, or have their own entry.
+_ELSEWHERE = ("_name_or_path", "transformers_version", "device", "dtype", "torch_dtype", "seed")
+
 _installed = functools.cache(installed_version)  # it reads files of the installed package
 
 
@@ -94,6 +102,42 @@ def fingerprint(
         if found.unknown:
             unknown[name] = found.unknown
     return Fingerprint(facts, unknown)
+
+
+def identity(model: Any) -> dict[str, str]:
+    """What identifies a model: its name, configuration, weights and buffers."""
+    config = vars(model.cfg) if config_of(model) is None else config_of(model).to_dict()
+    deciding = {name: value for name, value in config.items() if name not in _ELSEWHERE}
+    text = ADDRESS.sub("", json.dumps(deciding, sort_keys=True, default=str))
+    return {
+        "model": str(model.cfg.model_name),
+        "configuration": hashlib.sha256(text.encode()).hexdigest(),
+        "weights": digest_of(_tensors_of(model)),
+    }
+
+
+def _tensors_of(model: Any) -> Iterator[tuple[str, Tensor]]:
+    """Every weight and buffer, each once, also those that a bridge does not register."""
+    counted: set[int] = set()
+    for root in (model, original_of(model)) if is_bridge(model) else (model,):
+        for path, module in root.named_modules():
+            tensors = chain(
+                module.named_parameters(path, recurse=False),
+                # With duplicates: after a long text the rotations of dynamic NTK are one tensor
+                # under two names, of which the first is left out below.
+                module.named_buffers(path, recurse=False, remove_duplicate=False),
+            )
+            for name, tensor in tensors:
+                if id(tensor) in counted or follows_the_prompts(vars(module), name):
+                    continue
+                counted.add(id(tensor))
+                yield name, tensor
+                # Scales that bitsandbytes holds as attributes of a quantised weight.
+                state = getattr(tensor, "quant_state", None)
+                scales = {} if state is None else state.as_dict(packed=True)
+                for key, value in {**scales, "SCB": getattr(tensor, "SCB", None)}.items():
+                    if isinstance(value, Tensor):
+                        yield f"{name}.{key}", value
 
 
 def _acting_hooks(known: Known) -> list[tuple[str, Any]]:
@@ -166,7 +210,7 @@ def as_words(value: Any) -> str:
     elif isinstance(value, functools.partial):
         options = [*map(repr, value.args), *(f"{k}={v!r}" for k, v in value.keywords.items())]
         text = f"{name_of(value.func)}({', '.join(options)})"
-    elif isinstance(value, torch.Tensor):
+    elif isinstance(value, Tensor):
         text = f"{value.dtype} of the shape {tuple(value.shape)}"
     elif isinstance(value, Mapping):
         text = ", ".join(f"{as_words(key)}: {as_words(of)}" for key, of in value.items())

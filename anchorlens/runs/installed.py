@@ -80,8 +80,8 @@ _WATCHED = re.compile(
 _GIVEN = [*_BUILT_IN, torch._C.TensorBase, np.ndarray]
 _GIVEN += [torch.Size, torch.device, torch.dtype, torch.finfo, torch.iinfo]
 # What Python adds to classes, some of it later.
-_OF_CLASS = {*vars(abc.ABC), "__annotations__", "__annotations_cache__", "__signature__"}
-_OF_CLASS |= {"__parameters__", "__dict__", "__weakref__"}
+OF_CLASS = {*vars(abc.ABC), "__annotations__", "__annotations_cache__", "__signature__"}
+OF_CLASS |= {"__parameters__", "__dict__", "__weakref__"}
 _GENERATED = {"__init__", "__setattr__", "__delattr__", "__repr__", "__eq__", "__hash__", "__new__"}
 
 # The members of each module and class as it was first seen, without those of the user.
@@ -211,7 +211,7 @@ def _changed_of(owner: Any) -> Iterator[tuple[str, Any]]:
     first, now = _first_of(owner), vars(owner)
     if len(first) == len(now) and all(map(operator.is_, first.values(), now.values())):
         return
-    for name in (first.keys() | now.keys()) - _OF_CLASS:
+    for name in (first.keys() | now.keys()) - OF_CLASS:
         value, before = now.get(name, "deleted"), first.get(name)
         # Of a module only names in capitals: all else may be its state.
         is_constant = isinstance(value, property | int | float | str | tuple | None)

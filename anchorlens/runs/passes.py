@@ -103,8 +103,7 @@ class Passes:
         names = ", ".join(question.name for question in self.questions) or "no questions"
         change = "none" if self.hooks is None else "some"
         status = shorten(self.status, 80)
-        text = f"Passes({shorten(names, 80)}; hooks: {change}; shared prefix: {status})"
-        return printable(text)
+        return printable(f"Passes({shorten(names, 80)}; hooks: {change}; shared prefix: {status})")
 
     @property
     def status(self) -> str:

@@ -1,13 +1,12 @@
 """Contributions of batches on disk, by which ``Study.collect`` resumes a run."""
 
-import hashlib
-import json
 import re
 from collections.abc import Collection, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from math import inf
 from pathlib import Path
+from tempfile import TemporaryFile
 
 import torch
 from torch import Tensor
@@ -15,12 +14,11 @@ from torch import Tensor
 from ..errors import StoreError
 from ..system.arguments import checked
 from ..system.digest_file import read_with_digest, to_bytes_with_digest
-from ..system.files import bytes_of, kind_of, paths_in, remove_temporary_files, write_atomically
+from ..system.files import kind_of, paths_in, remove_temporary_files, write_atomically
 from ..system.warn import warn_user
 from .identity import differences, told_apart
 
-_FILES = re.compile(r"(run\.json|rows-\d{5,}\.safetensors)(\.[\w.-]+\.tmp)?")
-
+_FILES = re.compile(r"rows-\d{5,}\.safetensors(\.[\w.-]+\.tmp)?")
 CHANGED = "changed"  # in place of the identity of a function that has changed itself
 _ALLOWED = 1e-4  # of the largest number, between two computations of the same
 _CURE = "use another folder, or start over in this one (al.forget_run)"
@@ -31,6 +29,7 @@ def make_folder(folder: str | Path) -> Path:
     try:
         Path(folder).mkdir(parents=True, exist_ok=True)
         remove_temporary_files(Path(folder))
+        TemporaryFile(dir=folder).close()  # an error before any pass if it cannot be written into
     except (OSError, ValueError) as error:  # a name with a null character is a ValueError
         reason = getattr(error, "strerror", None) or error
         raise StoreError(
@@ -60,19 +59,10 @@ class Store:
     ) -> "Store":
         """The store in ``folder``; an error if it cannot be made, or holds another run."""
         store = cls(make_folder(folder), dict(expected), believe=believe)
-        path = store.folder / "run.json"
-        if (run := _run_of(path)) is not None:
-            store._require_same(run, store.folder)
-            return store
-        # Without this file, the files of contributions tell to which run they belong.
-        for path_of_rows in paths_in(store.folder, "rows-*.safetensors"):
-            if (stored := _read_rows(path_of_rows)) is not None:
-                store._require_same(stored[0], path_of_rows)
-        if _is_foreign(path):
-            raise StoreError(f"{path} is not of anchorlens; use another folder for contributions")
-        if kind_of(path):
-            warn_user(f"{path} is damaged; it is written anew")
-        write_atomically(path, _bytes_of_run(store.run))
+        for path in paths_in(store.folder, "rows-*.safetensors"):
+            if (stored := _read_rows(path)) is not None:
+                store._require_same(stored[0], store.folder)
+                break
         return store
 
     def read(self, number: int) -> dict[str, Tensor]:
@@ -157,11 +147,15 @@ def forget_run(folder: str | Path) -> None:
         >>> al.forget_run(stored)
         >>> results = al.run(model, batches, [al.Accuracy()], folder=stored, progress=False)
     """
+    forget_files(folder, _FILES)
+
+
+def forget_files(folder: str | Path, names: re.Pattern[str]) -> None:
+    """Delete the files of a folder that have one of these names."""
     for path in paths_in(folder):
-        is_ours = _FILES.fullmatch(path.name) and kind_of(path) == "file"
-        if is_ours and (path.name != "run.json" or not _is_foreign(path)):
+        if names.fullmatch(path.name) and kind_of(path) == "file":
             try:
-                path.unlink(missing_ok=True)
+                path.unlink(missing_ok=True)  # another process deletes too
             except OSError as error:
                 raise StoreError(
                     f"{path} cannot be deleted: {error.strerror}; use another folder"
@@ -231,29 +225,4 @@ def _read_rows(path: Path) -> tuple[dict[str, str], dict[str, str], int, dict[st
         header, contributions = read_with_digest(path)
         return dict(header["run"]), dict(header["functions"]), int(header["batch"]), contributions
     except (StoreError, KeyError, TypeError, ValueError):
-        return None
-
-
-def _bytes_of_run(run: Mapping[str, str]) -> bytes:
-    digest = hashlib.sha256(json.dumps(dict(run)).encode()).hexdigest()
-    return json.dumps({**run, "digest": digest}, indent=1).encode()
-
-
-def _is_foreign(path: Path) -> bool:
-    """Whether a file is valid JSON, but was not written by a store."""
-    try:
-        content = json.loads(bytes_of(path))
-        return isinstance(content, dict) and "digest" not in content
-    except (ValueError, RecursionError):  # no file, or brackets deeper than Python reads
-        return False
-
-
-def _run_of(path: Path) -> dict[str, str] | None:
-    """The run of a folder; None if the file is missing or not as it was written."""
-    try:
-        data = bytes_of(path)
-        run = dict(json.loads(data))
-        run.pop("digest", None)
-        return run if _bytes_of_run(run) == data else None
-    except (ValueError, TypeError, RecursionError):  # a StoreError is a ValueError
         return None

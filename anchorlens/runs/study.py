@@ -36,31 +36,13 @@ from ..results.contributions import Contributions
 from ..results.depth import WITHOUT_PATTERN
 from ..results.population import check_resamples, warn_if_few_units
 from ..results.record import Record, Results
+from ..system import processes
 from ..system.hidden_warnings import hidden_warnings
-from ..system.processes import (
-    batches_of_process,
-    failed_elsewhere,
-    fails_together,
-    gather_from_processes,
-    is_main,
-    is_single_process,
-    require_equal_settings,
-    require_whole_model,
-)
 from ..system.put_back import safe_context
 from ..system.steps import Bar
 from ..system.warn import warn_user
+from . import checks
 from .by_value import Identity, Known, identity_of
-from .checks import (
-    asked_of,
-    check_edges_of_hooks,
-    check_hooks,
-    check_questions,
-    further_of,
-    once_of,
-    refuse_moved_hooks,
-    require_questions,
-)
 from .identity import Fingerprint, as_words, fingerprint, versions, warn_of_unknown
 from .passes import Passes, contributed, results_of
 from .store import CHANGED, Store, missing_in, require_same
@@ -96,14 +78,16 @@ class Study:
     def entered(self) -> Iterator["Study"]:
         """Inside, the model is frozen, with dropout off; no Ctrl-C leaves it so."""
         outside, error = sys.exception(), None
-        with fails_together():
+        with processes.fails_together():
             check_resamples(self.resamples)
             self.batches = checked_batches(self.model, self.given)
-            if self.resamples and is_main():
+            if self.resamples and processes.is_main():
                 warn_if_few_units(*cases_of(self.batches))
-            if not is_single_process():
-                require_whole_model(self.model)
-                require_equal_settings(self._fingerprint.facts | {"folder": str(self.folder)})
+            if not processes.is_single_process():
+                processes.require_whole_model(self.model)
+                processes.require_equal_settings(
+                    self._fingerprint.facts | {"folder": str(self.folder)}
+                )
             try:
                 with frozen_in_eval_mode(self.model):
                     yield self
@@ -128,16 +112,17 @@ class Study:
 
         Wrong arguments, which are those of ``run``, are an error here, before the model runs.
         """
-        require_questions(questions)
-        questions = [asked_of(each, self.model, self.batches) for each in questions]
-        observed = check_questions(self.model, self.batches, questions, hooks, loss)
-        needed = {each.name: further_of(each, self.model, self.batches) for each in questions}
+        checks.require_questions(questions)
+        questions = [checks.asked_of(each, self.model, self.batches) for each in questions]
+        observed = checks.check_questions(self.model, self.batches, questions, hooks, loss)
+        needed = {
+            each.name: checks.further_of(each, self.model, self.batches) for each in questions
+        }
         further = [hooks_of for each in needed.values() for hooks_of in each.hooks]
-        for change in further:
-            check_hooks(self.model, change, self.batches)
         for change in further if hooks is None else [*further, hooks]:
-            refuse_moved_hooks(self.given, self.batches, change)
-            check_edges_of_hooks(change, self.batches)
+            checks.check_hooks(self.model, change, self.batches)
+            checks.refuse_moved_hooks(self.given, self.batches, change)
+            checks.check_edges_of_hooks(change, self.batches)
         differentiates = any(each.needs_gradient for each in observed)
         of_gradient = {
             name: any(need_gradient(reads_of(metric, self.batches[0])) for metric in each.metrics)
@@ -184,7 +169,7 @@ class Study:
             contributions = self._collect(passes.contributions, decides)
 
         def answered(question: Question, found: Mapping[str, Tensor]) -> Record:
-            once = once_of(question, passes, found)
+            once = checks.once_of(question, passes, found)
             info = passes.way.info() | once.pop("info")
             return self.record(partial(question.result, **once), found, info)
 
@@ -219,15 +204,15 @@ class Study:
         self._has_collected = True
         fitting, names = PartsThatFit(contributions_of), list(decides)
         if store is not None:
-            if is_main():
+            if processes.is_main():
                 self._check_stored(store, fitting)
-            gather_from_processes("what is stored", None)
-        numbers, is_single = self._numbers(store), is_single_process()
+            processes.gather_from_processes("what is stored", None)
+        numbers, is_single = self._numbers(store), processes.is_single_process()
         collected = {number: {} if store is None else store.read(number) for number in numbers}
         missing = {n: missing_in(part, names) if part else names for n, part in collected.items()}
         with self._bar(names, missing) as bar:
             for number in filter(missing.get, numbers):
-                if not is_single and failed_elsewhere():
+                if not is_single and processes.failed_elsewhere():
                     break
                 part = self._parts[number]
                 contributions = fitting.contributions(part, missing[number], bar.update)
@@ -238,16 +223,15 @@ class Study:
         parts = [*collected.values()]
         if not is_single:  # copies, because a view would be sent with its whole storage
             copies = [{name: values.clone() for name, values in part.items()} for part in parts]
-            parts = list(chain(*gather_from_processes("contributions", copies)))
-        contributions = joined(parts)
+            parts = list(chain(*processes.gather_from_processes("contributions", copies)))
+        contributions = in_order(self.batches, parts)
         # Those of a question are missing where it failed, which its passes report.
         plain = {name for part in parts for name in part if "/" not in name}
         if unlike := plain - contributions.keys():
             raise MetricError(
                 f"contributions {', '.join(sorted(unlike))} must be in every batch, in one shape"
             )
-        order = order_of_queries(self.batches)
-        return {name: values[order] for name, values in contributions.items()}
+        return contributions
 
     def record(
         self,
@@ -288,11 +272,11 @@ class Study:
 
     def _store_of(self, decides: Mapping[str, Any]) -> Store | None:
         """The folder of contributions, which knows what decides those of each name."""
-        if self._store is None and is_single_process():
+        if self._store is None and processes.is_single_process():
             return None
         computed = self._identities_of(decides)
         functions = {name: each.digest for name, each in computed.items()}
-        require_equal_settings(
+        processes.require_equal_settings(
             {f"what {n or 'the function of each batch'} computes": functions[n] for n in functions}
         )
         if self._store is None:
@@ -350,23 +334,20 @@ class Study:
             if self.believe:
                 raise StoreError("believe names what is stored in a folder; give one, or leave it")
             return None
-        given = self.folder, self._fingerprint.facts, self.believe
-        of_main = Store.open(*given) if is_main() else None
-        gather_from_processes("what the main process does first", None)
-        return of_main or Store.open(*given)
+        return Store.open(self.folder, self._fingerprint.facts, self.believe)
 
     def _numbers(self, store: Store | None) -> list[int]:
         """Numbers of this process's batches; what is missing is as the main process sees it."""
-        if is_single_process():
+        if processes.is_single_process():
             return [*range(len(self._parts))]
         costs = [batch.tokens.numel() for batch in self._parts]
-        if store is not None and is_main():
+        if store is not None and processes.is_main():
             with hidden_warnings():  # the loop warns of a damaged file
                 costs = [
                     cost if missing_in(store.read(number), store.functions) else 0
                     for number, cost in enumerate(costs)
                 ]
-        return batches_of_process(gather_from_processes("batches", costs)[0])
+        return processes.batches_of_process(processes.gather_from_processes("batches", costs)[0])
 
     def _bar(self, names: Iterable[str], missing: Mapping[int, Sequence[str]]) -> Bar:
         """The bar of prompts. Stored ones are done, and do not count for the remaining time."""
@@ -376,7 +357,7 @@ class Study:
             title=shorten(title, 40, placeholder=" …"),
             total=sum(counts.values()),
             initial=sum(count for number, count in counts.items() if not missing[number]),
-            disable=not (self.progress and is_main()),
+            disable=not (self.progress and processes.is_main()),
             unit=" prompts",
         )
 
@@ -399,7 +380,7 @@ class Study:
                 reason="so hooks, loss or weights are not those of the stored run (or, in bfloat16 "
                 "or float16, a question was added or left out that makes all passes have hooks)",
             )
-        if store.differ and ends and is_main():
+        if store.differ and ends:
             told = "; ".join(store.differ.values())
             warn_user(f"what {store.folder} holds is believed although this differs: {told}")
 
@@ -449,6 +430,14 @@ def joined(parts: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
     }
     complete = [name for name, metric in metrics.items() if metric not in different]
     return {name: torch.cat([part[name] for part in parts]) for name in complete}
+
+
+def in_order(
+    batches: Sequence[PromptBatch], parts: Sequence[Mapping[str, Tensor]]
+) -> dict[str, Tensor]:
+    """What all batches contribute, by the index of their queries."""
+    order = order_of_queries(batches)
+    return {name: values[order] for name, values in joined(parts).items()}
 
 
 def describe_layers(model: HookedModel) -> dict[str, Any]:

@@ -39,24 +39,12 @@ from ..models.kv_cache import KeyValues
 from ..models.model_state import has_user_hooks
 from ..models.rotary import rotate_alike, rotates_by_length
 from ..models.twin import twin_of
+from ..passes import running, shortcuts
 from ..passes.forward import logits_at, losses_of, run_checked, run_prefix
 from ..passes.fused_attention import acts_when_fused, outside_attention, run_fused
 from ..passes.loss_checks import targets_of
 from ..passes.losses import LossOfBatch, WordCrossEntropy
 from ..passes.provide import Observation, Observer, begins_as, by_hooks, by_rows
-from ..passes.running import (
-    of_one_run,
-    why_hooks_need_a_bridge,
-    why_no_native_images,
-    why_not_native,
-)
-from ..passes.shortcuts import (
-    bytes_stored,
-    weights_of_blocks,
-    why_no_fused_prefix,
-    why_not_fused,
-    why_not_shared,
-)
 from ..prompts.batch import PromptBatch, after_shared, longest_prompt, only_sets
 from ..system.free_memory import free_for_layers
 from ..system.processes import gather_from_processes
@@ -120,7 +108,7 @@ def way_of(
     """
     given = _Given(model, batches, changes, observed, loss)
     passes = given.passes(beside)
-    whole = Way(passes, "", {}, {}, entered=partial(of_one_run, model, passes == NATIVE))
+    whole = Way(passes, "", {}, {}, entered=partial(running.of_one_run, model, passes == NATIVE))
     if patterns_are_large(model, batches):
         reason = why_patterns(model, batches, changes, loss)
         if not reason:
@@ -142,8 +130,7 @@ def way_of(
     lengths = shared_lengths(batches, loss)
     if reason := _first_reason(given.why_not_shared(lengths)):
         return replace(whole, shared_prefix=f"off: {reason}")
-    shared = _run_once(lengths)
-    return replace(whole, shared_prefix=shared, lengths=lengths, lengths_of_run=lengths)
+    return replace(whole, shared_prefix=_run_once(lengths), lengths=lengths, lengths_of_run=lengths)
 
 
 @dataclass(frozen=True, eq=False)
@@ -159,10 +146,10 @@ class _Given:
     def passes(self, beside: Sequence[Way]) -> str:
         """Whether passes are native; otherwise why all or some of them have hooks."""
         model, shortest = self.model, _shortest(self.batches)
-        why_bridge = partial(why_hooks_need_a_bridge, twin_of(model).parts)
+        why_bridge = partial(running.why_hooks_need_a_bridge, twin_of(model).parts)
         *further, of_run = (why_bridge(change(shortest), (), ()) for change in self.changes)
-        why_not = why_not_native(model) or (
-            why_no_native_images(model) if _have_images(self.batches) else ""
+        why_not = running.why_not_native(model) or (
+            running.why_no_native_images(model) if _have_images(self.batches) else ""
         )
         reasons = chain(
             [why_not or twin_of(model).why_not_now(model), of_run],
@@ -223,7 +210,7 @@ class _Given:
         if any(after_shared(batch, lengths)[0].is_whole for batch in self.batches):
             yield "a batch has prompts of several sets, or a target is in the demonstrations"
         yield from self._why_not_once(lengths)
-        yield why_no_fused_prefix(self.model)
+        yield shortcuts.why_no_fused_prefix(self.model)
 
     def reads_after(self, lengths: Mapping[int, int]) -> bool:
         """Whether questions need no gradient, and no pattern of tokens before the queries."""
@@ -261,7 +248,7 @@ class _Given:
             yield "no two prompts share their demonstrations, or a target is in them"
         yield from self._why_not_once(lengths)
         yield self._why_not_worth(lengths)
-        yield why_not_shared(self.model)
+        yield shortcuts.why_not_shared(self.model)
 
     def _why_not_once(self, lengths: Mapping[int, int]) -> Iterator[str]:
         """Why what is computed or read in shared tokens is not one for all prompts of a set."""
@@ -338,7 +325,7 @@ class _Given:
             started += count * _STARTED_BY_A_SECOND_GRAPH
         started *= self.model.cfg.n_layers
         work = WORK_OF_A_START["cpu" if device_of(self.model).type == "cpu" else "cuda"]
-        if weights_of_blocks(self.model) * saved >= started * work:
+        if shortcuts.weights_of_blocks(self.model) * saved >= started * work:
             return ""
         return "shared tokens would save less time than more passes take to start on this device"
 
@@ -395,7 +382,7 @@ def why_checkpointed(model: HookedModel, batches: Sequence[PromptBatch]) -> str:
     # The least of all processes, so that all of them run in the same way.
     free_here = free_for_layers(devices_of_layers(model))
     free = min(gather_from_processes("memory that is free", free_here))
-    needed = bytes_stored(model, longest_prompt(*batches))
+    needed = shortcuts.bytes_stored(model, longest_prompt(*batches))
     if needed <= _SHARE * free:
         return ""
     return f"a prompt would store {bytes_in_words(needed)} and {bytes_in_words(free)} are free"
@@ -420,7 +407,7 @@ def why_patterns(
     if points := [point for (point, _), can in zip(acting, able, strict=True) if not can]:
         named = points[0] if isinstance(points[0], str) else "the points that a function selects"
         return f"hooks act at {named}"
-    return why_not_fused(model)
+    return shortcuts.why_not_fused(model)
 
 
 def _act_without_patterns(model: HookedModel, observers: Sequence[Observer]) -> bool:

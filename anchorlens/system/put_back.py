@@ -108,3 +108,13 @@ def as_found(*places: tuple[MutableMapping[str, Any], str]) -> Callable[[], None
                 mapping[name] = value
 
     return restore
+
+
+def replaced(*places: tuple[MutableMapping[str, Any], str, Any]) -> SafeContext[None]:
+    """Inside, mappings hold these values under these names."""
+
+    def replace() -> None:
+        for mapping, name, value in places:
+            mapping[name] = value
+
+    return put_back(as_found(*(place[:2] for place in places)), replace)

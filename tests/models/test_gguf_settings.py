@@ -142,7 +142,7 @@ def test_a_setting_gives_the_logits_of_the_model_that_was_written(
     of, changes, keys, tensors = CASES[name]
     weights = build(of, **changes)
     path = write_gguf(tmp_path / "a.gguf", weights, byte_level, of, keys, tensors)
-    read, _ = read_weights(str(path), byte_level, None)
+    read, _ = read_weights(str(path), byte_level, "cpu", None)
     tokens = torch.randint(VOCABULARY, (1, 60), generator=torch.Generator().manual_seed(3))
     with torch.no_grad():
         logits = weights(tokens).logits
@@ -208,7 +208,7 @@ def test_a_setting_that_is_not_read_is_refused_by_its_name(
     rest = {key: keys[key] for key in keys if key not in tensors}
     path = write_gguf(tmp_path / "a.gguf", build(of), byte_level, of, rest, tensors)
     with pytest.raises(ModelError, match=message):
-        read_weights(str(path), byte_level, None)
+        read_weights(str(path), byte_level, "cpu", None)
 
 
 # What a text begins with, what an entry that no merges reach becomes, and "12" after a blank.
@@ -270,8 +270,8 @@ def test_settings_of_a_tokenizer_that_are_not_read_are_refused(
 ) -> None:
     path = write_tokenizer(tmp_path / "a.gguf", byte_level, keys, [])
     with pytest.raises(ModelError, match=message):
-        read_weights(str(path), None, None)
-    read_weights(str(path), byte_level, None)  # as the error says
+        read_weights(str(path), None, "cpu", None)
+    read_weights(str(path), byte_level, "cpu", None)  # as the error says
 
 
 def test_a_file_that_does_not_say_how_to_cut_texts_gives_a_warning(

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerFast
 
-from anchorlens.models.model_identity import identity, tokenizer_identity
-from anchorlens.runs.identity import fingerprint
+from anchorlens.runs.by_value import tokenizer_identity
+from anchorlens.runs.identity import fingerprint, identity
 from anchorlens.system import checksum
 from anchorlens.system.checksum import digest_of, row_sums
 from tests.support.tiny_models import tiny_llama

@@ -1,6 +1,5 @@
 """Runs with a folder: a metric that counts its batches, and equality bit for bit."""
 
-import json
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar
@@ -50,8 +49,6 @@ def run(model: Any, metric: Logits, folder: Path | None, **options: Any) -> dict
 
 def stored_run(folder: Path, **changes: str) -> Store:
     """The store of a folder as its run opens it, with changes to the fingerprint."""
-    fingerprint = json.loads((folder / "run.json").read_text())
-    facts = {name: fingerprint[name] for name in fingerprint if name != "digest"}
-    rows = next(folder.glob("rows-*.safetensors"), None)
-    functions = {} if rows is None else read_with_digest(rows)[0]["functions"]
-    return Store(folder, facts | changes, functions, frozenset(functions))
+    header, _ = read_with_digest(next(folder.glob("rows-*.safetensors")))
+    functions = header["functions"]
+    return Store(folder, header["run"] | changes, functions, frozenset(functions))
