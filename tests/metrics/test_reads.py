@@ -411,16 +411,6 @@ def test_sums_equal_slow_loops(
     assert torch.equal(pattern, copies[0]) and torch.equal(gradient, copies[1])
 
 
-def test_pieces_are_small_and_join_to_the_whole_product(monkeypatch: pytest.MonkeyPatch) -> None:
-    pattern, gradient, _ = operands()
-    assert len(parts_of(pattern, gradient)) == 1
-    monkeypatch.setattr(row_pieces, "PIECE", 2 * 2 * 3 * 9)
-    parts = parts_of(pattern, gradient)
-    assert [part.shape[2] for _, part in parts] == [2, 2, 2, 1]
-    assert torch.equal(torch.cat([part for _, part in parts], dim=2), pattern * gradient)
-    assert [(rows.start, rows.stop) for rows, _ in parts] == [(0, 2), (2, 4), (4, 6), (6, 7)]
-
-
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_low_precision_is_multiplied_in_float32(dtype: torch.dtype) -> None:
     pattern, gradient, _ = operands()

@@ -16,7 +16,6 @@ from anchorlens.models.hooked import pattern_name
 from anchorlens.passes.forward import run_pass
 from tests.support.asked import ask
 from tests.support.measures import assert_same, is_shared
-from tests.support.rotary_models import rotating
 from tests.support.stored_runs import Logits
 from tests.support.tiny_models import questions
 from tests.support.trained_contexts import train_reweighting
@@ -52,12 +51,6 @@ class UserMetric(al.Metric):
 
 def sevens(batch: int, size: int) -> dict[str, Tensor]:
     return {"v": torch.full((size,), 7.0)}
-
-
-def test_prompts_that_rotate_differently_are_in_no_batch_together() -> None:
-    model, _ = rotating("longrope", 237)
-    with pytest.raises(PromptError, match=r"longer than 237 .*longrope.*batch_size=1"):
-        al.target_logits(model, questions(model, 8), progress=False)
 
 
 def fails(error: Exception, batch: int = 1) -> Any:
@@ -116,34 +109,6 @@ def test_an_error_of_a_metric_leaves_the_results_of_the_others(
     for name, record in expected.items():
         assert is_shared(caught.value.results[name])
         assert_same(caught.value.results[name], record)
-
-
-@pytest.mark.slow("many passes")
-def test_a_fixed_metric_resumes_in_its_folder(gpt2: Any, tmp_path: Any) -> None:
-    batches = questions(gpt2, 4, batch_size=1)
-    for failing_batch in (1, 3):
-        folder = tmp_path / str(failing_batch)
-        with pytest.raises(RunError, match="second thoughts"):
-            failing = UserMetric(fails(MetricError("second thoughts"), failing_batch))
-            al.run(gpt2, batches, [Named(failing), al.Accuracy()], folder=folder, **QUIET)
-        fixed = al.run(
-            gpt2, batches, [Named(UserMetric(sevens)), al.Accuracy()], folder=folder, **QUIET
-        )
-        assert float(fixed["own"].mean) == 7
-
-
-@dataclass(frozen=True)
-class Named(al.Metric):
-    """A metric whose inner metric does not decide, so that a fixed one may resume."""
-
-    inner: UserMetric = field(repr=False, compare=False)
-    name: ClassVar[str] = "own"
-
-    def contributions(self, batch: al.PromptBatch, seen: al.reads.Seen) -> Any:
-        return self.inner.contributions(batch, seen)
-
-    def result(self, rows: Any) -> MeanRecord:
-        return self.inner.result(rows)
 
 
 def test_a_metric_may_have_the_number_of_a_site_as_its_name(gpt2: Any) -> None:
