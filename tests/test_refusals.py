@@ -158,7 +158,6 @@ class Scene:
         return replace(self.batch, **changes | made)
 
     def longer_prefix(self, count: int) -> al.contexts.PrefixContext:
-        """After a BOS."""
         prefix = self.of_llama.prefix
         keys, values = (
             [each[:, :, :1].expand(-1, -1, count, -1) for each in of]
@@ -218,7 +217,6 @@ def faithful(s: Scene, given: tuple[Any, dict[str, Any]]) -> Any:
 
 
 def mine(**changes: Any) -> dict[str, Any]:
-    """A method of one's own."""
     return {"method": replace(al.subsets.one_by_one, name="mine", **changes)}
 
 

@@ -100,7 +100,6 @@ def edge_sets(batch: al.PromptBatch) -> list[Any]:
 
 
 def over_sets(merged: Tensor, of_heads: Tensor, batch: al.PromptBatch) -> Tensor:
-    """Sums over the edges of each set, of all heads together and of each head."""
     both = torch.cat([merged[:, :, None], of_heads], 2)
     inside = torch.stack([edges[:] for edges in edge_sets(batch)], 1).to(both)
     return torch.einsum("blhqk,bsqk->blhs", both, inside)

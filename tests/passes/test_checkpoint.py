@@ -36,7 +36,6 @@ METRICS: list[al.Metric] = [
 
 
 def differences(model: Any, batch: al.PromptBatch, hooks: Any) -> dict[str, float]:
-    """Return differences of results with and without checkpoints; one metric has no gradient."""
     results = [
         al.run(model, [batch], METRICS, hooks=hooks, gradient_checkpointing=on, **QUIET)
         for on in (False, True)
@@ -72,7 +71,6 @@ def test_checkpoints_give_the_same_numbers_on_other_architectures(
 
 
 def observed(model: Any, batch: al.PromptBatch, checkpoint: bool) -> tuple[Any, Any]:
-    """Return how often each hook point is called and the size of its tensor, in both directions."""
     seen: Counter[str] = Counter()
     sizes: dict[str, Tensor] = {}
 
@@ -159,7 +157,6 @@ GENERATOR = torch.Generator().manual_seed(0)
 
 
 def drawn(pattern: Tensor, hook: Any) -> Tensor:
-    """Other numbers at each call."""
     return pattern * torch.rand(pattern.shape, generator=GENERATOR)
 
 

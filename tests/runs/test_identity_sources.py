@@ -408,7 +408,6 @@ SOURCES = sources()
 
 
 def both(source: str) -> list[str]:
-    """The source with the first and with the second of what differs."""
     return [
         re.sub(r"<([^<>]*?)\|([^<>]*?)>", rf"\{n}", re.sub(r"\bN\b", number, source))
         for n, number in ((1, "0.5"), (2, "3.0"))

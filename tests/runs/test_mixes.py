@@ -122,7 +122,6 @@ def test_a_metric_may_have_the_number_of_a_site_as_its_name(gpt2: Any) -> None:
 
 @pytest.mark.parametrize("checkpoint", [False, True])
 def test_a_hook_of_a_metric_may_not_change_values(gpt2: Any, checkpoint: bool) -> None:
-    """Otherwise one metric would change the numbers of all others."""
     halves = ("blocks.0.attn.hook_pattern", lambda pattern, hook: pattern / 2)
     metrics: list[al.Metric] = [al.SaliencyFlows(), UserMetric(sevens, hooks=(halves,))]
     with pytest.raises(HookError, match="a hook of metric 'own' must return None"):

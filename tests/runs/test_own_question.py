@@ -34,7 +34,6 @@ def test_the_code_is_short_and_imports_no_private_name(page: str) -> None:
 
 
 def divergence(model: Any, prompt: al.PromptBatch, depth: int) -> torch.Tensor:
-    """KL(clean || isolated) of a prompt by run_with_hooks alone."""
     clean, changed = (
         model.run_with_hooks(prompt.tokens, fwd_hooks=hooks)[0, -1]
         .detach()
@@ -59,7 +58,6 @@ def test_the_experiment_equals_single_prompts(gpt2: Any) -> None:
 
 
 def whole_logits(model: Any, batch: al.PromptBatch, hooks: Any) -> torch.Tensor:
-    """The logits at the targets, by run_with_hooks alone."""
     logits = model.run_with_hooks(
         batch.tokens, attention_mask=batch.attention_mask, fwd_hooks=hooks
     )
