@@ -106,11 +106,7 @@ MISTAKES: list[tuple[Any, type[Exception], str]] = [
         r"queries of mine must give a tensor of True and False .*; got torch.int64",
     ),
     (at("pattern", lambda: TARGET), ArgumentError, "queries of mine must be a function of the bat"),
-    (
-        at("pattern", lambda batch: batch.tokens < 0),
-        MetricError,
-        "at least one for each of 4 pr",
-    ),
+    (at("pattern", lambda batch: batch.tokens < 0), MetricError, "at least one for each of 4 pr"),
     (at("pattern", torch.tensor([[-1], [0]] * 2)), MetricError, "must be positions .batch, chosen"),
     (at("pattern", torch.tensor([[1], [2], [3]])), MetricError, "must be positions .batch, chosen"),
     (

@@ -217,11 +217,7 @@ def test_what_checkpoints_cannot_run_is_refused_without_a_trace(gpt2: Any) -> No
     with unchanged(gpt2):
         al.saliency(gpt2, batch, gradient_checkpointing=True)
     for given, error, message in REFUSED.values():
-        with (
-            unchanged(gpt2),
-            frozen_in_eval_mode(gpt2),
-            pytest.raises(error, match=message),
-        ):
+        with unchanged(gpt2), frozen_in_eval_mode(gpt2), pytest.raises(error, match=message):
             run_pass(gpt2, batch, **(CHECKPOINTED | given))
     assert [vars(block).get("forward") for block in gpt2.blocks] == [None, replaced, None]
     expected = al.saliency(gpt2, batch)

@@ -166,11 +166,7 @@ def test_gradients_after_shared_tokens_equal_those_of_whole_prompts(gpt2: Any, p
         hook = (point, lambda gradient, hook: found.append(gradient.detach()))
         with frozen_in_eval_mode(gpt2):
             run_pass(
-                gpt2,
-                of,
-                prefix=prefix,
-                backward_hooks=[hook],
-                loss=al.losses.label_cross_entropy,
+                gpt2, of, prefix=prefix, backward_hooks=[hook], loss=al.losses.label_cross_entropy
             )
         at_target = found[0][torch.arange(len(of)), of.target_rows]
         return at_target.flatten(1).abs().sum(1)[of.index.argsort()]
