@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import anchorlens as al
-from anchorlens.errors import ArgumentError, HookError, MetricError, RunError
+from anchorlens.errors import ArgumentError, HookError, MetricError
 from anchorlens.metrics.edge_sums import EdgeSets
 from anchorlens.runs.study import Study
 from tests.runs.test_mixes import MeanRecord
@@ -172,15 +172,3 @@ def test_a_function_of_blocks_that_gives_no_number_for_each_prompt_is_named(
         message = r"gives a tensor \[batch, \.\.\.\] for \d prompts, .*; that of mine"
         with pytest.raises(MetricError, match=message):
             al.run(gpt2, questions(gpt2, 2), [metric], progress=False)
-
-
-def test_a_result_that_is_no_record_is_named(gpt2: Any) -> None:
-    class OfNumbers(Mine):
-        def result(self, rows: Any) -> Any:
-            return {"mean": rows["v"].mean()}
-
-    metric = OfNumbers()
-    with pytest.raises(
-        RunError, match=r"no result for mine: a result must be a Record; got \{'mean'"
-    ):
-        al.run(gpt2, questions(gpt2, 2), [metric], progress=False, resamples=0)
