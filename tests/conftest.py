@@ -59,7 +59,6 @@ class RaisedLog(logging.Handler):
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:
-    """Prepare a process that runs tests."""
     import torch
 
     # pytest-xdist 3.8 adds the group to the name by an attribute that pytest 9.2 does not read.
@@ -147,7 +146,6 @@ def is_due(item: pytest.Item, row: str) -> bool:
 
 @cache
 def rows() -> dict[str, bool]:
-    """Each architecture, and whether it is its turn."""
     from tests.references.architectures import BY_NAME
 
     turn = int(_git("rev-list", "--count", "HEAD") or 0) % 4
@@ -228,7 +226,6 @@ def tokenizer(request: pytest.FixtureRequest) -> Any:
 
 
 def tiny(request: pytest.FixtureRequest, name: str) -> tuple[Any, Any]:
-    """New weights of a tiny model, and its tokenizer."""
     from tests.support import tiny_models
 
     kind = "byte_level" if name == "gpt2" else "sentencepiece_like"
@@ -277,7 +274,6 @@ def model(request: pytest.FixtureRequest, hooked: Any) -> Any:
 
 @pytest.fixture
 def exact_gpt2(request: Any, hooked: Any) -> Any:
-    """A model in float64."""
     return shared(request, "gpt2", exact=True)
 
 

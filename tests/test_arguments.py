@@ -58,7 +58,6 @@ def is_protocol(hint: Any) -> bool:
 
 
 def public_functions() -> dict[str, Callable[..., Any]]:
-    """Every function, method and class that users call, by name."""
     found: dict[str, Callable[..., Any]] = {}
     for name, value in public().items():
         if isinstance(value, ModuleType):
@@ -138,7 +137,6 @@ def test_most_functions_are_found() -> None:
 
 
 def wrong_for(hint: Any) -> list[Any]:
-    """Values of other types than an annotation has."""
     origin, args = get_origin(hint), get_args(hint)
     if hint is Any or isinstance(hint, TypeVar):
         return []

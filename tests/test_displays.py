@@ -37,14 +37,12 @@ def public_classes() -> set[type]:
 
 
 def all_records(**changes: Any) -> list[al.Record]:
-    """Records as large as those of a large model."""
     kinds = [kind for kind in public_classes() if issubclass(kind, al.Record)]
     kinds.sort(key=lambda kind: kind.__name__)
     return [replace(made_up_record(kind, LARGE), **changes) for kind in kinds]
 
 
 def reads_of(batch: al.PromptBatch) -> Iterator[Any]:
-    """All that a metric can read."""
     yield al.reads.At("pattern", al.edges.target, batch.label_positions.repeat(1, 99))
     sets = al.reads.EdgeSets([al.edges.ww(batch)] * 99)
     segments = al.reads.Segments(batch.attention_mask[:, None])
@@ -56,7 +54,6 @@ def reads_of(batch: al.PromptBatch) -> Iterator[Any]:
 
 
 def questions_with_passes(model: Any, batch: al.PromptBatch) -> Iterator[Any]:
-    """Questions with passes of their own, also with much in their options."""
     sites = al.sites.first_and_last(model, [1, 2]) | al.sites.windows(model, 1)
     yield from (al.EdgeSweep.isolation(sites), al.EdgeSweep(al.edges.pq, sites))
     names = [f"segment {number}" for number in range(40)]

@@ -48,7 +48,6 @@ def with_code(language: str) -> list[Any]:
 
 @pytest.fixture(scope="module")
 def load_tiny(model_folder: Path) -> Callable[..., Any]:
-    """In place of ``al.load_model``: each name is the same tiny model, loaded once."""
     load, models = al.load_model, dict[str, Any]()
 
     def load_tiny(name: str, **options: Any) -> Any:
@@ -141,13 +140,11 @@ DEFINITIONS = ROOT / "docs" / "definitions.md"
 
 
 def metrics_of(page: Path) -> list[str]:
-    """The names in the first table of the definitions."""
     return re.findall(r"`al\.(\w+)`", page.read_text().partition("\n## ")[0])
 
 
 @pytest.mark.parametrize("metric", metrics_of(DEFINITIONS))
 def test_the_definition_of_a_metric_is_complete(metric: str) -> None:
-    """A metric is described once, in its docstring."""
     text = inspect.getdoc(public()[metric]) or ""
     words = re.findall(r"^(Range|How to read|Pitfalls|Source):\n    ", text, re.MULTILINE)
     assert words == ["Range", "How to read", "Pitfalls", "Source"]
@@ -196,7 +193,6 @@ def test_a_tutorial_begins_with_the_picture_of_its_result() -> None:
 
 
 def public_names() -> dict[str, str]:
-    """Each public name, and the folder of the package that defines it."""
     folders = {"TASKS": "prompts"}
     for name, value in public().items():
         module = value.__name__ if inspect.ismodule(value) else getattr(value, "__module__", "")

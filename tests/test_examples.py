@@ -61,7 +61,6 @@ def test_an_example_runs_and_writes_a_page(
 
 @pytest.fixture(scope="module")
 def toy() -> Any:
-    """The names that the example of prefix tuning defines."""
     return SimpleNamespace(**runpy.run_path(str(PREFIX_TUNING)))
 
 

@@ -10,7 +10,7 @@ from torch import Tensor
 
 import anchorlens as al
 from anchorlens.errors import HookError, PromptError
-from anchorlens.models.hooked import Hook, pattern_name
+from anchorlens.models.hooked import Hook
 from anchorlens.prompts import edges
 from anchorlens.system import row_pieces
 from tests.support.measures import logits_of, patterns_of
@@ -132,21 +132,6 @@ def test_hooks_without_an_edge_warn_that_they_do_nothing(
         hooks(gpt2, batch, exchanged)
 
 
-def test_reweighting_multiplies_the_pattern_by_exp_of_beta(
-    gpt2: Any, batch: al.PromptBatch
-) -> None:
-    beta = torch.zeros(3, 2, 6)
-    clean = logits_of(gpt2, batch, [])
-    assert torch.equal(logits_of(gpt2, batch, al.reweight_anchors(gpt2, batch, beta)), clean)
-    beta[1, 0, 2] = 1.5
-    before = patterns_of(gpt2, batch, [])[:, 1]
-    after = patterns_of(gpt2, batch, al.reweight_anchors(gpt2, batch, beta))[:, 1]
-    for n in range(4):
-        index = (n, 0, int(batch.target_positions[n]), int(batch.label_positions[n, 2]))
-        before[index] *= torch.tensor(1.5).exp()
-    torch.testing.assert_close(after, before)
-
-
 Weighted = Callable[[Any, al.PromptBatch, Tensor], list[Hook]]
 # Hooks of a tensor, its shape, the step of the differences, and the tolerance.
 OF_TENSORS: dict[str, tuple[Weighted, tuple[int, ...], float, float]] = {
@@ -212,14 +197,6 @@ def test_inputs_are_never_edited(gpt2: Any, batch: al.PromptBatch) -> None:
     logits_of(gpt2, batch, hooks)
     for tensor, copy in zip(given, copies, strict=True):
         assert torch.equal(tensor, copy)
-
-
-def test_lists_of_hooks_can_be_joined_and_act_in_order(gpt2: Any, batch: al.PromptBatch) -> None:
-    cut = edges.wp(batch)[:, None].expand(-1, 2, -1, -1)
-    users_hook: list[Hook] = [(pattern_name(0), lambda pattern, hook: torch.ones_like(pattern))]
-    isolation = al.isolate_labels(gpt2, batch, al.Site(0, renormalize=False))
-    assert (patterns_of(gpt2, batch, [*isolation, *users_hook])[:, 0][cut] == 1).all()
-    assert (patterns_of(gpt2, batch, [*users_hook, *isolation])[:, 0][cut] == 0).all()
 
 
 def test_heads_by_layer_act_as_the_hooks_of_each_layer(gpt2: Any, batch: al.PromptBatch) -> None:

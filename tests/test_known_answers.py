@@ -122,7 +122,6 @@ def test_what_the_answer_rests_on_is_told_with_what_it_loses(known: Known) -> No
     [batch] = al.build_segments(model.tokenizer, [[*known.prompt, ("answer", " y")]])
 
     def answered(subsets: int, **scores: Any) -> tuple[Any, Any]:
-        """The record, and its row of the prompt."""
         asked = al.Faithfulness(scores, subsets=subsets, **options)
         record = al.run(model, [batch], [asked], progress=False, resamples=0)[asked.name]
         [row] = record.rests_on().reset_index().to_dict("records")

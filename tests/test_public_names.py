@@ -115,14 +115,6 @@ def test_the_package_has_its_version() -> None:
     assert al.__version__ == installed == identity.versions()["anchorlens"]
 
 
-def test_a_name_is_the_one_of_its_module() -> None:
-    from anchorlens.prompts import edges
-    from anchorlens.runs.run import run
-
-    assert al.run is run and al.edges is edges
-    assert vars(al)["run"] is run  # the second use does not look for it again
-
-
 @pytest.mark.slow("many passes")
 def test_a_checkout_without_metadata_runs(
     gpt2: Any, tmp_path: Any, monkeypatch: pytest.MonkeyPatch

@@ -158,7 +158,6 @@ class Scene:
         return replace(self.batch, **changes | made)
 
     def longer_prefix(self, count: int) -> al.contexts.PrefixContext:
-        """After a BOS."""
         prefix = self.of_llama.prefix
         keys, values = (
             [each[:, :, :1].expand(-1, -1, count, -1) for each in of]
@@ -218,7 +217,6 @@ def faithful(s: Scene, given: tuple[Any, dict[str, Any]]) -> Any:
 
 
 def mine(**changes: Any) -> dict[str, Any]:
-    """A method of one's own."""
     return {"method": replace(al.subsets.one_by_one, name="mine", **changes)}
 
 
@@ -398,7 +396,6 @@ ROWS: list[tuple[str, Any, str]] = [
     ("ChatTask", {"options": {"tools": []}}, r"options of a chat task are \{name: value\}"),
     ("ChatTask", {"date": "today"}, "date of a chat task is a day such as '2024-07-26'"),
     ("ChatTask", {"date": "2024-13-01"}, "date of a chat task is a day such as '2024-07-26'"),
-    ("ArgumentError", lambda s: CHAT(separator="\n"), "ChatTask has no argument 'separator'"),
     ("Verbalizer", [], "whole numbers from 0, a list for each class"),
     ("Verbalizer", [[1], [-2]], "whole numbers from 0, a list for each class"),
     ("Verbalizer", [[1], []], "at least one for each class"),
@@ -804,18 +801,9 @@ ROWS: list[tuple[str, Any, str]] = [
     *(
         ("AnchorlensError", call, rf"{name} must be a whole .* \d to 1,000,000; got {HUGE}")
         for name, call in (
-            ("resamples", lambda s: run(s, [al.Accuracy()], resamples=HUGE)),
             ("segments", lambda s: al.subsets.random(5, HUGE, torch.Generator())),
             ("count", lambda s: al.subsets.random(HUGE, 70, torch.Generator())),
-            ("subsets", lambda s: al.subsets.lasso(HUGE)),
-            ("permutations", lambda s: al.subsets.shapley(HUGE)),
-            ("draws", lambda s: al.EdgeSweep.isolation({"first": al.Site(0)}, draws=HUGE)),
-            ("draws", lambda s: al.LabelHeads(draws=HUGE)),
-            ("draws", lambda s: al.ContextComparison({"none": NONE}, draws=HUGE)),
             ("draws", lambda s: hard_prompts.random(s.model, held_out=s.two, draws=HUGE)),
-            ("repeats", lambda s: al.ContextComparison({"none": NONE}, repeats=HUGE)),
-            ("steps", lambda s: al.IntegratedFlows(steps=HUGE)),
-            ("steps", lambda s: al.contexts.Training(steps=HUGE)),
         )
     ),
     *(
@@ -852,7 +840,6 @@ ROWS: list[tuple[str, Any, str]] = [
     ("EdgeSweep", {"beside": [al.Loyalty()]}, "nothing changes this run"),
     ("EdgeSweep", {"sites": {}}, "there is no site"),
     ("EdgeSweep", {"draws": 0}, "draws must be a whole number from 1 to .*; got 0"),
-    ("EdgeSweep", {"edges": 7}, "edges of EdgeSweep must be a function; got 7"),
     ("Faithfulness", ({}, {}), r"scores are at least one, by name, .*; got \[\]"),
     ("Faithfulness", ({"random": torch.ones(2, 6)}, {}), "no name is empty, 'random' or 'best pos"),
     ("Faithfulness", ({"given": torch.ones(2, 5)}, {}), r"= \(2, 6\), .*of the shape \(2, 5\)"),
@@ -1004,7 +991,6 @@ ROWS: list[tuple[str, Any, str]] = [
     ("keep", lambda: selection.random_tokens(0, 5000), "got keep=5000"),
     ("keep", lambda: by_score("most read", window=0), "window must be a .* from 1; got 0"),
     ("ArgumentError", lambda s: by_score(A_CLASS), "score of by_score must be"),
-    ("ArgumentError", lambda s: by_score("small keys", True), "keep of by_score must be a funct"),
     # Neither prompts of own positions nor of own segments have label words and format.
     *(
         ("PromptError", lambda s, of=of, k=k: al.compress(s.model, of(s), k), "not known which to")

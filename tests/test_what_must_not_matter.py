@@ -46,8 +46,6 @@ Batches = list[al.PromptBatch]
 
 @dataclass(frozen=True)
 class Cut:
-    """How prompts are cut into batches."""
-
     batch_size: int = 12
     padding_side: Any = "right"
     reverse: bool = False
@@ -90,8 +88,6 @@ def of_answers(model: Any, cut: Cut) -> Batches:
 
 @dataclass(frozen=True)
 class Asked:
-    """Questions of one run."""
-
     questions: Sequence[al.Question]
     hooks: Change | None = None
     prompts: Callable[[Any, Cut], Batches] = of_one_set
@@ -185,16 +181,12 @@ Read = Callable[[al.PromptBatch], Any]
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class NumbersRecord(al.Record):
-    """What each prompt contributes."""
-
     total: Float[torch.Tensor, " layer"] = al.kinds.mean("total")
     numbers: Float[torch.Tensor, "prompt layer number"] = al.kinds.of_prompts("numbers")
 
 
 @dataclass(frozen=True)
 class Numbers(al.Metric):
-    """What is read, as it comes."""
-
     read: Read
     name: str = "numbers"
     record: ClassVar[type[al.Record]] = NumbersRecord
@@ -424,7 +416,6 @@ def exact(of: str, request: pytest.FixtureRequest, hooked: Any) -> Any:
 
 @pytest.fixture(scope="module")
 def references() -> dict[Any, Records]:
-    """The records of whole prompts, by row and model."""
     return {}
 
 
@@ -448,7 +439,6 @@ def whole_prompts(name: str, model: Any, large: int = 2**31, **options: Any) -> 
 def as_whole_prompts(
     name: str, of: str, model: Any, references: Any, cut: Cut, tolerance: float = 1e-9
 ) -> Records:
-    """The records of batches, after a comparison with those of whole prompts."""
     before = hooks_on(model), implementation_of(model)
     # The softmax of GPT-2 is in the type of the model, and others are in float32.
     with nullcontext() if of == "gpt2" else plain.everything_in_float64():
@@ -486,7 +476,6 @@ def implementation_of(model: Any) -> str:
 
 
 def said(records: Records, what: str) -> list[str]:
-    """What the records say of how they ran."""
     return [record.info[what] for record in records.values() if what in record.info]
 
 

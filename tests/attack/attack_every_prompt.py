@@ -40,7 +40,6 @@ def built(rng: random.Random, tokenizer: Any, most: int) -> list[al.PromptBatch]
 
 
 def singles_of(batches: list[al.PromptBatch]) -> list[al.PromptBatch]:
-    """Each prompt as a batch, in the order of the queries."""
     singles = [batch.prompt(k) for batch in batches for k in range(len(batch))]
     return sorted(singles, key=lambda batch: int(batch.index))
 

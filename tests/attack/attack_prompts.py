@@ -115,7 +115,6 @@ def built(case: Case, **options: Any) -> list[al.PromptBatch]:
 
 
 def check_batches(case: Case, alone: list[al.PromptBatch], size: int) -> None:
-    """Check that batches, padded on either side, are equal to single prompts."""
     for side in ("left", "right"):
         batches = built(case, batch_size=size, padding_side=side)
         assert rows(batches) == rows(alone), f"batches of {size}, padded on the {side}, differ"
@@ -154,7 +153,6 @@ def check_row(
 def check_first_tokens(
     tokenizer: Any, task: al.Task, whole: str, row: Row, label_token_ids: list[int]
 ) -> None:
-    """Check the first token of each label word that is appended to the prompt."""
     for word, token in zip(task.first_words, label_token_ids, strict=True):
         tokens = tokenizer(whole + word)["input_ids"]
         after = tokens[len(row.tokens) :]

@@ -16,8 +16,6 @@ QUICK = QUIET | {"resamples": 2}
 
 
 class Scene:
-    """A model, prompts and results that calls use."""
-
     def __init__(self) -> None:
         self.tokenizer = byte_level_tokenizer()
         self.model = al.load_model(tiny_gpt2(len(self.tokenizer)), tokenizer=self.tokenizer)

@@ -92,8 +92,6 @@ def unchanged(x: Any) -> Any:
 
 
 class Call(NamedTuple):
-    """What is given to one of the calls below."""
-
     scale: Scale
     stop: Stop
     folder: Path | None

@@ -36,7 +36,6 @@ def _made(
     finish: Callable[[Tokenizer], None] = lambda core: None,
     **parts: Any,
 ) -> PreTrainedTokenizerFast:
-    """Train a tokenizer of these parts, of which some may be None, and finish it."""
     core = Tokenizer(model)
     for name, part in parts.items():
         if part is not None:
@@ -48,7 +47,6 @@ def _made(
 
 
 def _framed(core: Tokenizer, form: str = "<s> $A", *names: str) -> None:
-    """Special tokens around each text."""
     known = [(name, core.token_to_id(name)) for name in names or ("<s>",)]
     core.post_processor = processors.TemplateProcessing(single=form, special_tokens=known)
 
@@ -155,7 +153,6 @@ def _end_of_word() -> PreTrainedTokenizerFast:
 
 
 def _added(tokenizer: PreTrainedTokenizerFast) -> PreTrainedTokenizerFast:
-    """Add marks of a chat, some of which take in the spaces around them."""
     tokenizer.add_tokens(
         [
             AddedToken("<|user|>", special=True),

@@ -36,7 +36,6 @@ TOLERANCE = {"bridge": 1e-9, "processed": 1e-6, "hooked-transformer": 1e-6}
 
 
 def sentiment(tokenizer: Any, **options: Any) -> list[al.PromptBatch]:
-    """Prompts with two label words of each class."""
     examples = al.load_examples("sentiment")
     demos = al.sample_demonstrations(examples, shots=2, seed=3)
     queries = [example for example in examples if example not in demos][:13]

@@ -13,7 +13,6 @@ from sklearn.metrics import roc_auc_score
 from torch import Tensor
 
 import anchorlens as al
-from anchorlens.metrics.accuracy import predicted_class
 from anchorlens.metrics.aucroc import auc, aucroc, cumulative_excess
 from anchorlens.results.bootstrap import with_intervals
 from tests.support.tiny_models import questions, tiny_gpt2
@@ -119,11 +118,6 @@ def test_sets_of_demonstrations_are_averaged_before_r_is_computed() -> None:
     torch.testing.assert_close(record.aucroc, expected)
     torch.testing.assert_close(record.r, cumulative_excess(expected))
     assert float(record.per_head[1, 1]) == pytest.approx(mean_over_sets(attention[:, 1, 1]))
-
-
-def test_the_predicted_class_is_the_first_of_tied_classes() -> None:
-    logits = torch.tensor([[0.0, 5.0, 1.0, 3.0], [0.0, 2.0, 2.0, 2.0], [9.0, 1.0, 4.0, 4.0]])
-    assert predicted_class(logits[:, [2, 3, 1]]).tolist() == [2, 0, 0]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])

@@ -14,7 +14,7 @@ from torch import Tensor
 
 import anchorlens as al
 from anchorlens.metrics.distances import confusions, key_distances, pair_auc, rank_correlation
-from tests.support.tiny_models import tiny_gpt2
+from tests.support.measures import contributed, difference
 
 
 def published(queries: Tensor, keys: Tensor, directions: int) -> np.ndarray:
@@ -39,43 +39,22 @@ def uneven_questions(tokenizer: Any, **options: Any) -> list[al.PromptBatch]:
     return al.build_prompts(tokenizer, al.TASKS["trec"], demos, queries, **options)
 
 
-def plain_operands(weights: Any, tokens: list[int]) -> Tensor:
-    """Queries and keys of one prompt in GPT-2, [layer, position, query or key, channel]."""
-    found: list[Tensor] = []
-
-    def store(module: Any, inputs: Any, output: Tensor) -> None:
-        found.append(output[0].unflatten(1, (3, -1))[:, :2])
-
-    handles = [block.attn.c_attn.register_forward_hook(store) for block in weights.transformer.h]
-    with torch.no_grad():
-        weights(torch.tensor([tokens]))
-    for handle in handles:
-        handle.remove()
-    return torch.stack(found)
-
-
-@pytest.mark.filterwarnings("ignore:some pairs of classes have no prompts")
-def test_the_key_of_a_class_is_the_mean_of_its_label_words(hooked: Any, byte_level: Any) -> None:
-    weights: Any = tiny_gpt2(len(byte_level)).double()
-    [batch] = uneven_questions(byte_level, padding_side="left", batch_size=13)
-    at_target, of_classes = [], []
-    for row in range(len(batch)):
-        start = int((~batch.attention_mask[row]).sum())
-        operands = plain_operands(weights, batch.tokens[row, start:].tolist())
-        at_target.append(operands[:, batch.target_positions[row] - start, 0])
-        words, classes = batch.label_positions[row] - start, batch.label_classes[row]
-        words_of = [words[classes == label].tolist() for label in range(6)]
-        assert sorted(map(len, words_of)) == [1, 1, 1, 1, 2, 3]
-        of_classes.append(torch.stack([operands[:, each, 1].mean(1) for each in words_of], 1))
-    model = hooked(weights, byte_level)
-    options: dict[str, Any] = {"resamples": 0, "progress": False}
-    record = al.run(model, [batch], [al.AnchorDistances(directions=3)], **options)
-    ours, same_keys = record["anchor_distances"].anchor_distance, torch.stack(of_classes)
-    assert float((same_keys - same_keys[0]).abs().max()) < 1e-12  # padding changes nothing
-    for layer in range(3):
-        queries_of_layer = torch.stack([each[layer] for each in at_target])
-        theirs = published(queries_of_layer, same_keys[0, layer], 3)
-        np.testing.assert_allclose(ours[layer], theirs, atol=1e-10)
+def test_the_key_of_a_class_is_the_mean_of_its_label_words(exact_gpt2: Any) -> None:
+    [batch] = uneven_questions(exact_gpt2.tokenizer, padding_side="left", batch_size=13)
+    _, [rows] = contributed(exact_gpt2, batch, al.AnchorDistances(directions=3))
+    mask = batch.attention_mask.long()
+    _, cache = exact_gpt2.run_with_cache(batch.tokens, attention_mask=mask)
+    for row, (positions, classes) in enumerate(
+        zip(batch.label_positions, batch.label_classes, strict=True)
+    ):
+        words = [positions[classes == label] for label in range(6)]
+        assert sorted(map(len, words)) == [1, 1, 1, 1, 2, 3]
+        for layer in range(3):
+            keys = cache["k", layer][row].flatten(1)
+            expected = torch.stack([keys[of_class].mean(0) for of_class in words])
+            assert difference(rows["keys"][row, layer], expected) < 1e-12
+            target = cache["q", layer][row, batch.target_positions[row]].flatten()
+            assert difference(rows["queries"][row, layer], target) < 1e-12
 
 
 @pytest.mark.parametrize(

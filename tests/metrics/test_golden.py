@@ -26,8 +26,6 @@ GOLDEN = Path(__file__).parents[1] / "golden"
 
 
 class GoldenCase:
-    """A model, its prompts, and the numbers that the published code computes of them."""
-
     def __init__(self, name: str) -> None:
         folder = GOLDEN / name
         self.meta = json.loads((folder / "meta.json").read_text())
@@ -41,7 +39,6 @@ class GoldenCase:
         return model
 
     def batch(self, side: str) -> tuple[al.PromptBatch, list[int]]:
-        """Return all five prompts in one padded batch, and the index at which each begins."""
         rows = [self.numbers[f"{n}.input_ids"] for n in range(5)]
         length = max(len(row) for row in rows)
         starts = [length - len(row) if side == "left" else 0 for row in rows]

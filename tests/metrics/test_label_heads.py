@@ -126,7 +126,6 @@ def test_figures_show_shares_and_gaps(gpt2: Any) -> None:
 
 
 def at(*positions: int) -> dict[str, torch.Tensor]:
-    """Other label words of the first prompt."""
     return dict.fromkeys(("label_positions", "label_ends"), torch.tensor([positions, (1, 3, 7)]))
 
 

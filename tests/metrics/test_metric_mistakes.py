@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import anchorlens as al
-from anchorlens.errors import ArgumentError, HookError, MetricError, RunError
+from anchorlens.errors import ArgumentError, HookError, MetricError
 from anchorlens.metrics.edge_sums import EdgeSets
 from anchorlens.runs.study import Study
 from tests.runs.test_mixes import MeanRecord
@@ -106,11 +106,7 @@ MISTAKES: list[tuple[Any, type[Exception], str]] = [
         r"queries of mine must give a tensor of True and False .*; got torch.int64",
     ),
     (at("pattern", lambda: TARGET), ArgumentError, "queries of mine must be a function of the bat"),
-    (
-        at("pattern", lambda batch: batch.tokens < 0),
-        MetricError,
-        "at least one for each of 4 pr",
-    ),
+    (at("pattern", lambda batch: batch.tokens < 0), MetricError, "at least one for each of 4 pr"),
     (at("pattern", torch.tensor([[-1], [0]] * 2)), MetricError, "must be positions .batch, chosen"),
     (at("pattern", torch.tensor([[1], [2], [3]])), MetricError, "must be positions .batch, chosen"),
     (
@@ -176,15 +172,3 @@ def test_a_function_of_blocks_that_gives_no_number_for_each_prompt_is_named(
         message = r"gives a tensor \[batch, \.\.\.\] for \d prompts, .*; that of mine"
         with pytest.raises(MetricError, match=message):
             al.run(gpt2, questions(gpt2, 2), [metric], progress=False)
-
-
-def test_a_result_that_is_no_record_is_named(gpt2: Any) -> None:
-    class OfNumbers(Mine):
-        def result(self, rows: Any) -> Any:
-            return {"mean": rows["v"].mean()}
-
-    metric = OfNumbers()
-    with pytest.raises(
-        RunError, match=r"no result for mine: a result must be a Record; got \{'mean'"
-    ):
-        al.run(gpt2, questions(gpt2, 2), [metric], progress=False, resamples=0)

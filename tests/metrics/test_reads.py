@@ -101,7 +101,6 @@ def edge_sets(batch: al.PromptBatch) -> list[Any]:
 
 
 def over_sets(merged: Tensor, of_heads: Tensor, batch: al.PromptBatch) -> Tensor:
-    """Sums over the edges of each set, of all heads together and of each head."""
     both = torch.cat([merged[:, :, None], of_heads], 2)
     inside = torch.stack([edges[:] for edges in edge_sets(batch)], 1).to(both)
     return torch.einsum("blhqk,bsqk->blhs", both, inside)
@@ -307,33 +306,6 @@ def test_a_metric_sees_how_many_edges_there_are_and_in_which_type(gpt2: Any) -> 
         contributed(gpt2, batch, Facts(lambda batch: At("pattern", al.edges.target)))
 
 
-def test_a_metric_sees_the_clean_logits_of_a_changed_run_and_copies_for_itself(gpt2: Any) -> None:
-    batch = questions(gpt2, 3)[0]
-
-    @dataclass(frozen=True)
-    class Logits(Reading):
-        def contributions(self, batch: al.PromptBatch, seen: al.reads.Seen) -> dict[str, Tensor]:
-            assert seen.clean is not None
-            found = {"clean": seen.clean.clone(), "changed": seen.logits.clone()}
-            for own in (seen.clean, seen.logits):
-                own.zero_()
-            return found
-
-    def isolated(batch: al.PromptBatch) -> Any:
-        return al.isolate_labels(gpt2, batch, [0, 1])
-
-    metrics = [Logits(lambda batch: At("pattern", al.edges.target), name) for name in "ab"]
-    with Study(gpt2, [batch], {}, progress=False, resamples=0).entered() as study:
-        passes = study.passes(metrics, hooks=isolated, share_prefix=False)
-        found = passes.contributions(batch)
-    for name, hooks in (("clean", None), ("changed", isolated)):
-        options: dict[str, Any] = {"progress": False} | ({"hooks": hooks} if hooks else {})
-        expected = al.target_logits(gpt2, [batch], **options)[batch.index]
-        for metric in "ab":
-            assert difference(found[f"{metric}/{name}"], expected) <= 1e-5
-    assert difference(found["a/changed"], found["a/clean"]) > 1e-3
-
-
 @pytest.mark.parametrize("whole", [False, True])
 def test_a_block_has_zeros_in_rows_of_padding(gpt2: Any, whole: bool) -> None:
     [batch] = questions(gpt2, 4, batch_size=4)
@@ -410,16 +382,6 @@ def test_sums_equal_slow_loops(
             assert head_sums[n, :, flow].tolist() == pytest.approx(of_heads, rel=1e-5)
             assert float(sums[n, flow]) == pytest.approx(sum(sizes), rel=1e-5)
     assert torch.equal(pattern, copies[0]) and torch.equal(gradient, copies[1])
-
-
-def test_pieces_are_small_and_join_to_the_whole_product(monkeypatch: pytest.MonkeyPatch) -> None:
-    pattern, gradient, _ = operands()
-    assert len(parts_of(pattern, gradient)) == 1
-    monkeypatch.setattr(row_pieces, "PIECE", 2 * 2 * 3 * 9)
-    parts = parts_of(pattern, gradient)
-    assert [part.shape[2] for _, part in parts] == [2, 2, 2, 1]
-    assert torch.equal(torch.cat([part for _, part in parts], dim=2), pattern * gradient)
-    assert [(rows.start, rows.stop) for rows, _ in parts] == [(0, 2), (2, 4), (4, 6), (6, 7)]
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])

@@ -29,7 +29,6 @@ RUNS: list[tuple[Any, int, bool]] = [("left", 4, True), ("right", 3, True), ("le
 
 
 def scores_of(model: Any, batches: list[al.PromptBatch], metric: Any, **options: Any) -> Any:
-    """The scores of all prompts, in the order of their queries."""
     with Study(model, batches, {}, **QUIET).entered() as study:
         passes = study.passes([metric], **options)
         collected = study.collect(passes.contributions)
@@ -69,7 +68,6 @@ def alone(model: Any) -> list[al.PromptBatch]:
 
 
 def read_by_others(weights: Any, prompt: al.PromptBatch) -> list[float]:
-    """Sums over the edges to each part from the other parts, with loops."""
     segments = [of(prompt)[0].nonzero().flatten().tolist() for of in PARTS.values()]
     return [
         sum(
@@ -139,7 +137,6 @@ def test_rows_sum_to_one_and_one_layer_is_half_of_its_attention() -> None:
 
 
 def sentences(lengths: list[int], vocabulary: int = 20) -> al.PromptBatch:
-    """One prompt whose segments have these numbers of tokens."""
     count = sum(lengths)
     numbers = torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(lengths))
     return al.PromptBatch.from_segments(

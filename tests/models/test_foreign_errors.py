@@ -17,7 +17,6 @@ KINDS = (AttributeError, IndexError, KeyError, ValueError, TypeError, AssertionE
 
 
 def raising(error: BaseException, module: str = "transformers.models.tiny") -> Callable[..., Any]:
-    """A function of another module that raises an error."""
     namespace = {"__name__": module, "error": error}
     exec("def forward(*args, **kwargs):\n    raise error", namespace)
     function: Callable[..., Any] = namespace["forward"]  # type: ignore[assignment]

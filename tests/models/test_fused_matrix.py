@@ -65,7 +65,6 @@ def whole(
 def fused(
     model: Any, batch: al.PromptBatch, hooks: Sequence[Hook]
 ) -> tuple[Tensor, dict[int, Tensor]]:
-    """The same without a pattern."""
     length, products = batch.tokens.shape[1], dict[int, Tensor]()
 
     def store(layer: int, rows: slice, keys: slice, pattern: Tensor, gradient: Tensor) -> None:
@@ -77,7 +76,6 @@ def fused(
 
 
 def after_fused(model: Any, batch: al.PromptBatch, hooks: Any) -> Tensor:
-    """Logits after shared tokens that form no pattern."""
     right = batch.padded_right()
     after = right.after(int(right.label_ends.max()))
     acting = hooks(after)

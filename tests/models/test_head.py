@@ -20,7 +20,6 @@ NAMES = ("Llama", "GPT-2", "Phi", "Gemma 2", "Cohere", "Granite")
 
 
 def by_transformers(weights: Any, batch: al.PromptBatch) -> Tensor:
-    """Logits at the targets from an unembedding in float32."""
     exact = copy.deepcopy(weights)
     exact.set_attn_implementation("eager")
     head = exact.get_output_embeddings()

@@ -131,7 +131,6 @@ def test_recurrent_layers_of_zeros_leave_the_model_of_attention_alone(byte_level
 def require_same(
     record: Any, field: str, here: torch.Tensor, there: torch.Tensor, before: int
 ) -> None:
-    """Compare a field of a hybrid with that of the model of its attention layers alone."""
     axes = record.axes()[field]
     if "layer" in axes:
         here = here.index_select(before + axes.index("layer"), torch.tensor(ABLE))

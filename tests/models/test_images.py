@@ -85,7 +85,6 @@ def case_of(name: str, dtype: torch.dtype = torch.float64) -> Case:
 
 
 def plain_numbers(case: Case, row: int) -> tuple[Tensor, Tensor]:
-    """Logits at the target and saliency of one prompt, of the processor and plain transformers."""
     tokens = case.text.tokens[row][case.text.attention_mask[row]].tolist()
     made = case.processor(
         text=[case.processor.tokenizer.decode(tokens)],

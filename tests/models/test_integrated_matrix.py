@@ -37,7 +37,6 @@ def losses(logits: torch.Tensor, batch: al.PromptBatch) -> torch.Tensor:
 
 
 def change_of(name: str, prompt: al.PromptBatch, layer: int) -> torch.Tensor:
-    """F(A) - F(0) of plain transformers."""
     weights, [same] = weights_of(name, FLOAT64), plain.prompts_of(prompt)
     with precise(FLOAT64):
         count = len(plain.observe(weights, same).attention)

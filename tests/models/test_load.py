@@ -192,8 +192,7 @@ def test_quantised_weights_cannot_be_cast(byte_level: Any) -> None:
     weights.is_quantized, weights.quantization_method = True, "gptq"
     al.load_model(weights, tokenizer=byte_level, device="cpu")
     with pytest.raises(
-        ModelError,
-        match=r"cannot be put .* leave the type \(dtype=\) of quantised",
+        ModelError, match=r"cannot be put .* leave the type \(dtype=\) of quantised"
     ):
         al.load_model(weights, tokenizer=byte_level, dtype=torch.bfloat16)
 

@@ -162,7 +162,6 @@ def hooks_are_native(name: str) -> bool:
 def save(
     path: str | None, name: str, dtype: torch.dtype, kind: str, side: str, **more: Any
 ) -> None:
-    """Add one case to the results from which the published table is made."""
     if path is None:
         return
     case = {

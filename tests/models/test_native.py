@@ -334,7 +334,6 @@ def test_between_passes_nothing_of_a_pass_or_of_the_model_is_kept(gpt2: Any) -> 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("name", EVERY_CHANGE)
 def test_native_passes_round_as_hooked_passes_do(name: str, dtype: torch.dtype) -> None:
-    """Both are compared with the same weights in float64."""
     weights, batch = deepcopy(weights_of(name, torch.float32)).to(dtype), batch_of("right")
     with precise(torch.float64):
         wide = bridge(deepcopy(weights).double(), tokenizer())

@@ -32,8 +32,6 @@ KEY_HEADS = {"Falcon": 1, "GPTBigCode": 1, "Gemma": 1, "Gemma 4 (global keys)": 
 
 
 class EverySite(al.Metric):
-    """Numbers of each site at the label words and the target."""
-
     name = "every_site"
     record = al.Record
 

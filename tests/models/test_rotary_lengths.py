@@ -54,7 +54,6 @@ def on_side(batches: list[al.PromptBatch], is_long: bool) -> list[al.PromptBatch
 
 
 def run_as_alone(model: Any, plain: Any, *sets: list[al.PromptBatch]) -> al.Record:
-    """The record of a run over sets of prompts, whose logits are those of each prompt alone."""
     batches = [batch for each in sets for batch in each]
     logits = al.target_logits(model, batches, progress=False)
     ordered = [batch for each in sets for batch in sorted(each, key=lambda b: int(b.index[0]))]

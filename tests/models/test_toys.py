@@ -17,7 +17,6 @@ from tests.references.architecture_row import LINE
 from tests.references.architectures import BY_NAME
 from tests.references.toys import COMMON, hooked_toy, native_bridge
 from tests.support.asked import scored
-from tests.support.measures import hooks_on
 from tests.support.tiny_models import questions, randomize
 
 pytestmark = [
@@ -54,17 +53,6 @@ def prompts_of_numbers(n_tokens: int, answers: tuple[int, int] = (3, 5)) -> al.P
         label_token_ids=list(answers),
         gold=[0, 1, 0],
     )
-
-
-@pytest.mark.changes_model
-def test_preparing_leaves_no_trace(toy: Any, byte_level: Any) -> None:
-    batch = questions(toy, 2)[0]
-    before, hooks = toy(batch.tokens), hooks_on(toy)
-    assert al.prepare_model(al.prepare_model(toy)) is toy
-    assert torch.equal(toy(batch.tokens), before)
-    al.restore_model(toy)
-    assert hooks_on(toy) == hooks
-    assert torch.equal(toy(batch.tokens), before)
 
 
 @pytest.mark.slow("whole models")

@@ -51,10 +51,7 @@ FILES: dict[str, tuple[str, dict[str, Any]]] = {
         | {"n_ctx": 64, "summary_type": "cls_index"}
         | {"task_specific_params": {"text-generation": {"do_sample": True, "max_length": 50}}},
     ),
-    "GPT-J": (
-        "gptj",
-        GPT2 | {"rotary_dim": 4, "rotary": True, "tokenizer_class": "GPT2Tokenizer"},
-    ),
+    "GPT-J": ("gptj", GPT2 | {"rotary_dim": 4, "rotary": True, "tokenizer_class": "GPT2Tokenizer"}),
     "Pythia": ("gpt_neox", {"rotary_emb_base": 10000, "rotary_pct": 0.25}),
     "BLOOM": (
         "bloom",

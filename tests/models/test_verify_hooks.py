@@ -108,7 +108,6 @@ def test_models_that_are_not_left_to_right_are_refused(name: str, byte_level: An
 
 @torch.library.custom_op("tiny::quantised", mutates_args=())
 def quantised(values: Tensor, weight: Tensor) -> Tensor:
-    """A kernel without a backward pass."""
     return values @ weight.mT
 
 

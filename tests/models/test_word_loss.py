@@ -13,7 +13,7 @@ from tests.models.test_matrix import hooked as hooked_architecture
 from tests.references import plain
 from tests.references.comparison import batch_of, weights_of
 from tests.support.measures import difference
-from tests.support.tiny_models import LONG_LABELS, questions, tiny_gpt2, tiny_llama
+from tests.support.tiny_models import LONG_LABELS, tiny_gpt2, tiny_llama
 
 MAKE = {"gpt2": tiny_gpt2, "llama": tiny_llama}
 # Where attention depends on distances counted in columns, on a window, or on a sink.
@@ -87,16 +87,6 @@ def test_words_after_padded_prompts_equal_whole_texts(name: str) -> None:
     words = [(first[0], 9, 11), (first[1], 40), (first[2],), (first[3], 8, 30)]
     ours = al.saliency(model, batch, loss=al.losses.word_cross_entropy(words))
     assert_as_whole_texts(ours, batch, weights_of(name, torch.float32), words, 1e-5)
-
-
-@pytest.mark.slow("whole models")
-def test_words_of_one_token_give_the_loss_of_labels(exact_gpt2: Any) -> None:
-    batch = questions(exact_gpt2, 3)[0]
-    words = [[token] for token in batch.label_token_ids.tolist()]
-    expected = al.saliency(exact_gpt2, batch)
-    for per_token in (False, True):
-        loss = al.losses.word_cross_entropy(words, per_token=per_token)
-        assert difference(al.saliency(exact_gpt2, batch, loss=loss), expected) <= 1e-12
 
 
 def test_words_follow_the_target_and_not_the_tokens_after_it(gpt2: Any) -> None:

@@ -70,7 +70,6 @@ def error_of(
 
 
 def interpreted() -> dict[str, Any]:
-    """The error of each case, and what runs find."""
     cases: dict[str, dict[str, Any]] = {
         "causal": {},
         "two heads of queries for one of keys, two prompts": {"shared": 1, "batch": 2},

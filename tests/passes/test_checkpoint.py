@@ -36,7 +36,6 @@ METRICS: list[al.Metric] = [
 
 
 def differences(model: Any, batch: al.PromptBatch, hooks: Any) -> dict[str, float]:
-    """Return differences of results with and without checkpoints; one metric has no gradient."""
     results = [
         al.run(model, [batch], METRICS, hooks=hooks, gradient_checkpointing=on, **QUIET)
         for on in (False, True)
@@ -72,7 +71,6 @@ def test_checkpoints_give_the_same_numbers_on_other_architectures(
 
 
 def observed(model: Any, batch: al.PromptBatch, checkpoint: bool) -> tuple[Any, Any]:
-    """Return how often each hook point is called and the size of its tensor, in both directions."""
     seen: Counter[str] = Counter()
     sizes: dict[str, Tensor] = {}
 
@@ -159,7 +157,6 @@ GENERATOR = torch.Generator().manual_seed(0)
 
 
 def drawn(pattern: Tensor, hook: Any) -> Tensor:
-    """Other numbers at each call."""
     return pattern * torch.rand(pattern.shape, generator=GENERATOR)
 
 
@@ -220,11 +217,7 @@ def test_what_checkpoints_cannot_run_is_refused_without_a_trace(gpt2: Any) -> No
     with unchanged(gpt2):
         al.saliency(gpt2, batch, gradient_checkpointing=True)
     for given, error, message in REFUSED.values():
-        with (
-            unchanged(gpt2),
-            frozen_in_eval_mode(gpt2),
-            pytest.raises(error, match=message),
-        ):
+        with unchanged(gpt2), frozen_in_eval_mode(gpt2), pytest.raises(error, match=message):
             run_pass(gpt2, batch, **(CHECKPOINTED | given))
     assert [vars(block).get("forward") for block in gpt2.blocks] == [None, replaced, None]
     expected = al.saliency(gpt2, batch)

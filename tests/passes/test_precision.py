@@ -66,19 +66,18 @@ def test_low_precision_is_as_accurate_as_in_transformers(
         assert run_pass(low, batch, hooks=hooks, loss=loss).isfinite().all()
 
 
-def test_a_model_that_cannot_run_in_a_type_is_refused(byte_level: Any) -> None:
-    """XGLM of transformers puts the lowest number of float64 into a float32."""
-    with pytest.raises(
-        al.errors.ModelError, match=r"XGLM.* cannot run in float64: .*; use float32"
-    ):
-        al.load_model(native("XGLM"), tokenizer=byte_level, dtype=torch.float64)
-
-
-def test_a_bridge_that_cannot_run_in_a_type_is_refused() -> None:
-    """TransformerLens multiplies a pattern in float32 by values in bfloat16."""
-    weights = BY_NAME["OLMo 2"].build(len(small_tokenizer()), torch.bfloat16)
-    message = (
-        "cannot run in bfloat16: .*; use float32 .*; if that fails too, TransformerLens raises"
-    )
+@pytest.mark.parametrize(
+    ("name", "dtype", "message"),
+    [
+        # transformers puts the lowest number of float64 into a float32.
+        ("XGLM", torch.float64, r"XGLM.* cannot run in float64: .*; use float32"),
+        # TransformerLens multiplies a pattern in float32 by values in bfloat16.
+        ("OLMo 2", torch.bfloat16, "cannot run in bfloat16: .*; use float32 .*; if that fails too"),
+    ],
+)
+def test_a_model_that_cannot_run_in_a_type_is_refused(
+    name: str, dtype: torch.dtype, message: str
+) -> None:
+    weights = BY_NAME[name].build(len(small_tokenizer()))
     with pytest.raises(al.errors.ModelError, match=message):
-        al.load_model(weights, tokenizer=small_tokenizer())
+        al.load_model(weights, tokenizer=small_tokenizer(), dtype=dtype)

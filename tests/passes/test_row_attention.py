@@ -78,18 +78,6 @@ def test_gradients_and_rows_equal_those_of_a_softmax(
     assert (ours_slope - slope)[inside].abs().max() < 1e-12
 
 
-def test_a_piece_has_at_least_32_rows(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(row_pieces, "PIECE", 1)
-    counts = []
-
-    def use(rows: slice, keys: slice, pattern: Tensor, slope: Tensor) -> None:
-        counts.append(rows.stop - rows.start)
-
-    heads = torch.randn(1, 1, LENGTH, 8, requires_grad=True)
-    RowAttention.apply(heads, heads, heads, Terms(0.3, ALL), use).sum().backward()
-    assert counts == [32, 32, 32, 32, 2]
-
-
 def test_pieces_have_few_sizes() -> None:
     """Sizes that grow from piece to piece would leave gaps in the memory."""
     key = torch.zeros(1, 1, 4096, 1)

@@ -29,8 +29,6 @@ COMMON: dict[str, Any] = {
 
 @dataclass(frozen=True)
 class Row:
-    """One row of the matrix."""
-
     name: str
     special: str  # how its attention differs from others
     options: Mapping[str, Any]

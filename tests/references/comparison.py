@@ -39,8 +39,6 @@ CUT_HEADS = (0, 2)
 
 @dataclass(frozen=True)
 class Reference:
-    """The numbers of the oracle for all prompts."""
-
     prompts: list[plain.Prompt]
     observed: list[plain.Observed]
     flows: Tensor  # [prompt, layer, flow]
@@ -153,13 +151,11 @@ def inside(maps: Tensor, batch: al.PromptBatch, n: int) -> Tensor:
 
 
 def layers_with_pattern(model: Any) -> list[int]:
-    """The layers whose attention TransformerLens gives hook points."""
     points = model.hook_dict
     return [n for n in range(model.cfg.n_layers) if f"blocks.{n}.attn.hook_pattern" in points]
 
 
 def ours(model: Any, batch: al.PromptBatch) -> dict[str, Any]:
-    """Return the numbers of the package for a padded batch."""
     dtype = next(iter(model.parameters())).dtype
     metrics, loss = (al.SaliencyFlows(), al.AttentionAUCROC()), al.losses.label_cross_entropy
     logits, (flows, attention) = contributed(model, batch, *metrics, loss=loss)

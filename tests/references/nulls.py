@@ -57,8 +57,6 @@ def flows(sizes: Sequence[int], generator: torch.Generator) -> al.Record:
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class Ratios(al.Record):
-    """Ratios of many series at once."""
-
     ratio: Float[Tensor, " series"] = al.kinds.ratio("read", over="rest", by_set=True)
 
 
@@ -207,7 +205,6 @@ def judged(result: Any, rows: Any, ids: Tensor, info: Any = (), resamples: int =
 
 
 def able(prompts: int) -> al.Record:
-    """The accuracy of a model that does the task."""
     classes = torch.eye(2)[torch.arange(prompts) % 2]
     rows = {"correct": torch.ones(prompts).double(), "queries": classes, "answers": classes}
     return with_intervals(al.Accuracy().result, rows, resamples=1, info={})

@@ -45,7 +45,6 @@ class Observed:
 
     @property
     def saliency(self) -> Tensor:
-        """The saliency [layer, query, key]."""
         return self.products.sum(1).abs()
 
 

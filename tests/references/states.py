@@ -23,7 +23,6 @@ def logits_at_end(model: Any, tokens: Tensor, hooks: Sequence[Any] = ()) -> Tens
 
 
 def state_of(model: Any, tokens: Tensor, name: str) -> Tensor:
-    """What a hook point gives out for a prompt, without the axis of prompts."""
     seen: list[Tensor] = []
     logits_at_end(model, tokens, [(name, lambda tensor, hook: seen.append(tensor[0].double()))])
     return seen[0]

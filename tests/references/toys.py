@@ -41,7 +41,6 @@ DEFAULTS: dict[str, Any] = {
 
 
 def norm(kind: str | None, width: int) -> nn.Module:
-    """A layer norm with parameters or without, a root mean square norm, or no norm."""
     if kind is None:
         return nn.Identity()
     if kind == "RMS":

@@ -84,8 +84,6 @@ class Own(al.contexts.Context, al.contexts.Trainable):
 
 
 def asked(name: str, *inside: str) -> Any:
-    """Run a metric one of whose methods is the function, or gives it under a name."""
-
     def call(model: Any, batches: Any, given: Given) -> Any:
         made = (lambda *_: {inside[0]: given()}) if inside else given
         return al.run(model, batches, [Asked({name: made})], **QUIET)

@@ -9,13 +9,7 @@ import torch
 from torch import Tensor
 
 import anchorlens as al
-from anchorlens.errors import (
-    ArgumentError,
-    MetricError,
-    NotFiniteError,
-    PromptError,
-    RunError,
-)
+from anchorlens.errors import ArgumentError, MetricError, NotFiniteError, PromptError, RunError
 from anchorlens.models.hooked import pattern_name
 from tests.references.plain import everything_in_float64
 from tests.support.measures import assert_same

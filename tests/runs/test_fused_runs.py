@@ -261,6 +261,5 @@ def test_blocks_run_again_for_the_gradient_of_a_long_prompt(gpt2: Any) -> None:
 
 @pytest.fixture
 def little(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every pattern counts as large, and almost nothing is free."""
     monkeypatch.setattr(decision, "LARGE", 0)
     monkeypatch.setattr(decision, "free_for_layers", lambda devices: 1)

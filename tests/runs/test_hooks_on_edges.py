@@ -77,7 +77,6 @@ def test_hooks_of_the_package_change_what_prompts_share(name: str, exact_gpt2: A
 
 
 def longer_queries(batch: al.PromptBatch) -> torch.Tensor:
-    """True for prompts with a long query, which the demonstrations do not show."""
     return al.edges.query(batch).sum(1) > 22
 
 
@@ -91,7 +90,6 @@ LAST = 5  # the query of the last prompt
 
 
 def one_prompt(model: Any, batch: al.PromptBatch) -> Any:
-    """Other positions in the last prompt alone."""
     positions = batch.label_positions + (batch.index == LAST)[:, None]
     return al.isolate_labels(model, replace(batch, label_positions=positions), 0)
 

@@ -408,7 +408,6 @@ SOURCES = sources()
 
 
 def both(source: str) -> list[str]:
-    """The source with the first and with the second of what differs."""
     return [
         re.sub(r"<([^<>]*?)\|([^<>]*?)>", rf"\{n}", re.sub(r"\bN\b", number, source))
         for n, number in ((1, "0.5"), (2, "3.0"))
@@ -464,8 +463,7 @@ def test_another_number_is_another_fingerprint_or_unknown(
 
 
 @pytest.mark.parametrize(
-    ("one", "other"),
-    [(1, "1"), (None, "None"), ("a, b", ["a", "b"]), ([["a"], "b"], ["a", "b"])],
+    ("one", "other"), [(1, "1"), (None, "None"), ("a, b", ["a", "b"]), ([["a"], "b"], ["a", "b"])]
 )
 def test_settings_that_only_have_equal_words_are_other_settings(
     one: Any, other: Any, gpt2: Any, monkeypatch: pytest.MonkeyPatch
@@ -520,10 +518,7 @@ def test_a_helper_in_a_file_of_the_user_counts(tmp_path: Path, monkeypatch: Any)
     ("source", "equal"),
     [
         ("def value(x, k=2):\n assert k > 0, f'a {k} of {len(x)}'\n return x * k", True),
-        (
-            "def value(x, k=2):\n assert 0 < k < 3\n assert x and k, 'm'\n return x",
-            True,
-        ),
+        ("def value(x, k=2):\n assert 0 < k < 3\n assert x and k, 'm'\n return x", True),
         ("def value(x, k=2):\n while k < 9:\n  assert k, 'no'\n  k += 1\n return x * k", True),
         ("def value(x):\n if x:\n  assert x > 2\n else:\n  x = 3\n return x", True),
         ("def value(x):\n assert x.mul_(2) is not None\n return x", False),

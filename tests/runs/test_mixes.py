@@ -16,7 +16,6 @@ from anchorlens.models.hooked import pattern_name
 from anchorlens.passes.forward import run_pass
 from tests.support.asked import ask
 from tests.support.measures import assert_same, is_shared
-from tests.support.rotary_models import rotating
 from tests.support.stored_runs import Logits
 from tests.support.tiny_models import questions
 from tests.support.trained_contexts import train_reweighting
@@ -52,12 +51,6 @@ class UserMetric(al.Metric):
 
 def sevens(batch: int, size: int) -> dict[str, Tensor]:
     return {"v": torch.full((size,), 7.0)}
-
-
-def test_prompts_that_rotate_differently_are_in_no_batch_together() -> None:
-    model, _ = rotating("longrope", 237)
-    with pytest.raises(PromptError, match=r"longer than 237 .*longrope.*batch_size=1"):
-        al.target_logits(model, questions(model, 8), progress=False)
 
 
 def fails(error: Exception, batch: int = 1) -> Any:
@@ -118,46 +111,8 @@ def test_an_error_of_a_metric_leaves_the_results_of_the_others(
         assert_same(caught.value.results[name], record)
 
 
-@pytest.mark.slow("many passes")
-def test_a_fixed_metric_resumes_in_its_folder(gpt2: Any, tmp_path: Any) -> None:
-    batches = questions(gpt2, 4, batch_size=1)
-    for failing_batch in (1, 3):
-        folder = tmp_path / str(failing_batch)
-        with pytest.raises(RunError, match="second thoughts"):
-            failing = UserMetric(fails(MetricError("second thoughts"), failing_batch))
-            al.run(gpt2, batches, [Named(failing), al.Accuracy()], folder=folder, **QUIET)
-        fixed = al.run(
-            gpt2, batches, [Named(UserMetric(sevens)), al.Accuracy()], folder=folder, **QUIET
-        )
-        assert float(fixed["own"].mean) == 7
-
-
-@dataclass(frozen=True)
-class Named(al.Metric):
-    """A metric whose inner metric does not decide, so that a fixed one may resume."""
-
-    inner: UserMetric = field(repr=False, compare=False)
-    name: ClassVar[str] = "own"
-
-    def contributions(self, batch: al.PromptBatch, seen: al.reads.Seen) -> Any:
-        return self.inner.contributions(batch, seen)
-
-    def result(self, rows: Any) -> MeanRecord:
-        return self.inner.result(rows)
-
-
-def test_a_metric_may_have_the_number_of_a_site_as_its_name(gpt2: Any) -> None:
-    batches = questions(gpt2, 4, batch_size=2)
-    sweep = al.EdgeSweep.isolation({"0": al.Site(0)}, draws=1)
-    records = al.run(gpt2, batches, [sweep, UserMetric(sevens, name="0")], **QUIET)
-    assert list(records) == ["isolation", "0"]
-    assert float(records["0"].mean) == 7
-    assert list(records["isolation"].info["sites"]) == ["0"]
-
-
 @pytest.mark.parametrize("checkpoint", [False, True])
 def test_a_hook_of_a_metric_may_not_change_values(gpt2: Any, checkpoint: bool) -> None:
-    """Otherwise one metric would change the numbers of all others."""
     halves = ("blocks.0.attn.hook_pattern", lambda pattern, hook: pattern / 2)
     metrics: list[al.Metric] = [al.SaliencyFlows(), UserMetric(sevens, hooks=(halves,))]
     with pytest.raises(HookError, match="a hook of metric 'own' must return None"):
@@ -179,7 +134,7 @@ def test_losses_without_a_graph_or_with_nan_are_refused(gpt2: Any, loss: Any, me
 
 
 def test_hooks_without_a_hash_share_demonstrations_in_inference_mode(gpt2: Any) -> None:
-    @dataclass
+    @dataclass(slots=True)  # so that there are no weak references to it
     class Change:
         layers: list[int]
 

@@ -53,7 +53,6 @@ QUIET: dict[str, Any] = {"resamples": 5, "progress": False}
 
 
 def wait_or_fail(process: int) -> None:
-    """Fail in one process; the others wait until they learn of it."""
     if PartialState().process_index == process:
         raise RuntimeError("no memory is left")
     end = time.monotonic() + 20
@@ -191,7 +190,6 @@ def paper_records(model: Any) -> tuple[dict[str, Tensor], list[str], str]:
 
 
 def resumed(model: Any, folder: Path | None) -> tuple[dict[str, Tensor], int]:
-    """Results of a resumed run, and the number of batches that this process computed."""
     metric = Failing(process=-1, seen=[0, 0])
     batched = questions(model, count=7, batch_size=1)
     results = al.run(model, batched, [metric, al.Accuracy()], folder=folder, **QUIET)
@@ -200,8 +198,6 @@ def resumed(model: Any, folder: Path | None) -> tuple[dict[str, Tensor], int]:
 
 @dataclass(frozen=True)
 class Counting(EveryPass):
-    """A question with passes of its own, which counts its batches."""
-
     seen: list[int] = field(default_factory=list, repr=False, compare=False)
 
     def of_batch(self, passes: Any, batch: al.PromptBatch) -> dict[str, Tensor]:
@@ -219,7 +215,6 @@ def added(model: Any, folder: Path) -> tuple[dict[str, Tensor], int, int]:
 
 
 def in_process(scene: Scene, folder: Path) -> None:
-    """Do the work of one of several processes, and write its results to a file."""
     os.environ.setdefault("OMP_NUM_THREADS", "1")  # accelerate warns if it is not set
     state = PartialState(cpu=True)
     model = scene.model

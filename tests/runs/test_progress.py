@@ -14,8 +14,6 @@ from tests.support.tiny_models import questions
 
 
 class RecordedBar(Bar):
-    """A bar that remembers how many prompts were done after each update."""
-
     bars: "list[RecordedBar]" = []  # noqa: RUF012
 
     def __init__(self, **options: Any) -> None:

@@ -23,8 +23,6 @@ LOSS = al.losses.label_cross_entropy
 
 
 def watching(point: str) -> al.Question:
-    """A metric that observes with a hook of its own."""
-
     class Watching(al.Accuracy):
         def reads(self, batch: al.PromptBatch) -> al.reads.Reads:
             return {"none": al.reads.Hooks({}, [(point, lambda tensor, hook: None)])}
