@@ -121,19 +121,24 @@ def test_one_layer_is_in_memory_at_a_time(
 ) -> None:
     monkeypatch.setattr(row_pieces, "PIECE", 10_000)
 
-    def patterns(n_layers: int, checkpoint: bool) -> tuple[float, int]:
+    def of_user(batch: al.PromptBatch) -> list[Hook]:
+        return [("blocks.0.hook_resid_pre", lambda resid, hook: resid + 0)]
+
+    def patterns(n_layers: int, checkpoint: bool, hooks: Any = None) -> tuple[float, int]:
         """The largest number of patterns at a time, and what is alive in the end."""
         model = hooked(tiny_gpt2(len(byte_level), n_layer=n_layers, n_embd=16), byte_level)
         batch = questions(model, 2)[0]
         size = 2 * 2 * 4 * batch.tokens.shape[1] ** 2  # bytes of two heads; embeddings have fewer
+        options: dict[str, Any] = {"gradient_checkpointing": checkpoint, "hooks": hooks, **QUIET}
         with Live(size) as live:
-            al.run(model, [batch], METRICS[:1], gradient_checkpointing=checkpoint, **QUIET)
+            al.run(model, [batch], METRICS[:1], **options)
         return live.peak / size, live.now
 
-    few, many = patterns(2, True), patterns(6, True)
-    assert many == few and few[0] <= 5  # scores, masked scores, pattern, gradients
-    assert many[1] == 0
-    assert patterns(6, False)[0] >= 6
+    for hooks in (None, of_user):  # natively, if that can be, and with hooks
+        few, many = patterns(2, True, hooks), patterns(6, True, hooks)
+        assert many == few and few[0] <= 7  # scores, masked scores, pattern, gradients
+        assert many[1] == 0
+        assert patterns(6, False, hooks)[0] >= 6
 
 
 @pytest.mark.draws
