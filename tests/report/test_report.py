@@ -230,10 +230,9 @@ def test_every_record_is_drawn_and_saved_with_and_without_intervals(tmp_path: Pa
             assert_same(al.Record.load(shown.save(tmp_path / name)), shown, 0)
 
 
-@pytest.fixture(scope="module")
-def prompt(byte_level: Any, hooked: Any) -> al.records.PromptFlows:
-    model = hooked(tiny_gpt2(len(byte_level)), byte_level)
-    return al.plot_prompt(model, questions(model, count=3)[0], prompt=1)
+@pytest.fixture
+def prompt(gpt2: Any) -> al.records.PromptFlows:
+    return al.plot_prompt(gpt2, questions(gpt2, count=3)[0], prompt=1)
 
 
 @pytest.mark.slow("many passes")
@@ -477,8 +476,8 @@ def test_of_what_intervals_speak_is_said_once_a_table(tmp_path: Path) -> None:
     assert caption.strip() == f"The paper's claims against this model. {said}"
     assert re.findall("For other .*?[.]", rows) == ["For other keys of these 4 classes."]
     contexts = made["ContextsRecord"]
-    page = Page(write(tmp_path, {"a": replace(contexts, info={**contexts.info, **info})}))
-    assert page.captions == [said]
+    contexts = replace(contexts, info={**contexts.info, **info})
+    assert Page(write(tmp_path, {"a": contexts})).captions == [said]
 
 
 def test_a_single_number_stands_in_a_sentence(tmp_path: Path) -> None:
@@ -512,16 +511,12 @@ def test_heads_can_be_chosen_if_each_has_arcs(gpt2: Any, monkeypatch: pytest.Mon
     assert shown.values()["n_heads"] == 0 and "head 0" not in shown.fragment()
 
 
-def test_a_prompt_needs_a_tokenizer_and_finite_saliency(byte_level: Any, hooked: Any) -> None:
-    model = hooked(tiny_gpt2(len(byte_level)), byte_level)
-    batch = questions(model, count=3)[0]
-    tokenizer, model.tokenizer = model.tokenizer, None
-    try:
-        with pytest.raises(PromptError, match="the model has no tokenizer"):
-            al.plot_prompt(model, batch)
-        shown = al.plot_prompt(model, batch, tokenizer=tokenizer)
-    finally:
-        model.tokenizer = tokenizer
+def test_a_prompt_needs_a_tokenizer_and_finite_saliency(gpt2: Any, monkeypatch: Any) -> None:
+    [batch], tokenizer = questions(gpt2, count=3), gpt2.tokenizer
+    monkeypatch.setattr(gpt2, "tokenizer", None)
+    with pytest.raises(PromptError, match="the model has no tokenizer"):
+        al.plot_prompt(gpt2, batch)
+    shown = al.plot_prompt(gpt2, batch, tokenizer=tokenizer)
     assert "".join(shown.tokens) == tokenizer.decode(batch.prompt(0).tokens[0])
     broken = torch.tensor([[0.0, 0.0], [torch.nan, 0.0]])
     found = StrongestFlows(count=3)
