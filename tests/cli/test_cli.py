@@ -51,9 +51,7 @@ def test_depth_and_draws_are_not_taken_for_each_other(
 
 @pytest.mark.slow("whole commands")
 @pytest.mark.filterwarnings("ignore:in . of . sets:UserWarning", "ignore:some pairs:UserWarning")
-def test_demo_writes_report_results_and_settings(
-    done: Any, model_folder: Path, tmp_path: Path
-) -> None:
+def test_demo_writes_a_report_and_results(done: Any, model_folder: Path, tmp_path: Path) -> None:
     printed = done("demo", "--model", str(model_folder), "--out", str(tmp_path), *QUICK).out
     page = (tmp_path / "report.html").read_text()
     for task in ("questions", "sentiment"):
@@ -97,9 +95,7 @@ def test_out_of_memory_is_an_error_of_one_line_that_names_options_of_the_command
     assert named == cures & options
 
 
-def test_the_error_for_a_model_that_cannot_be_loaded_names_the_option(
-    failed: Any, monkeypatch: Any
-) -> None:
+def test_the_error_of_a_model_names_the_option(failed: Any, monkeypatch: Any) -> None:
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     assert "--model" in failed("demo")
 

@@ -25,9 +25,7 @@ TABLE = Section("questions", ROWS)
 
 @pytest.mark.slow("whole commands")
 @pytest.mark.filterwarnings("ignore:in . of . sets", "ignore:some pairs")
-def test_json_is_one_document_of_the_numbers_in_the_records(
-    done: Any, model_folder: Path, tmp_path: Path
-) -> None:
+def test_json_has_the_numbers_in_the_records(done: Any, model_folder: Path, tmp_path: Path) -> None:
     arguments = ["--model", str(model_folder), "--out", str(tmp_path), "--task", "questions"]
     printed = done("run", *arguments, *QUICK, "--json")
     document = json.loads(printed.out)
@@ -141,7 +139,7 @@ def test_a_command_stores_everything_where_nothing_can_be_printed(
 
 @pytest.mark.slow("whole commands")
 @pytest.mark.usefixtures("analysis_made_before")
-def test_names_that_are_no_text_lose_no_report_and_command_no_terminal(
+def test_names_that_are_no_text_are_escaped(
     done: Any, shallow_folder: Path, tmp_path: Path
 ) -> None:
     """A byte that is not UTF-8 is half of a surrogate pair in Python."""

@@ -203,9 +203,7 @@ def test_columns_without_gaps_and_with_sentences_come_first(
     assert (layout.text, layout.label) == (text, label)
 
 
-def test_an_error_names_the_columns_and_deletes_nothing_that_another_column_has(
-    tmp_path: Path,
-) -> None:
+def test_an_error_names_the_columns_and_those_without_gaps(tmp_path: Path) -> None:
     commas(tickets(), path := tmp_path / "tickets.csv")
     with pytest.raises(DataError) as caught:
         chosen(path, label_column="agent", queries=500)
@@ -282,7 +280,7 @@ def of_a_csv(monkeypatch: pytest.MonkeyPatch, shallow_folder: Path, tmp_path: Pa
     return ["a.csv", "--model", str(shallow_folder)]
 
 
-def test_the_command_shows_label_words_and_warns_of_those_that_say_nothing(
+def test_label_words_that_say_nothing_are_told(
     done: Any, no_analysis: Mock, of_a_csv: list[str]
 ) -> None:
     commas(frame(["same", "same same"]), Path("a.csv"))
@@ -292,7 +290,7 @@ def test_the_command_shows_label_words_and_warns_of_those_that_say_nothing(
 
 
 @pytest.mark.slow("whole commands")
-def test_the_command_warns_of_repeated_texts_and_of_other_columns_that_may_be_meant(
+def test_repeated_texts_and_columns_are_told(
     done: Any, no_analysis: Mock, of_a_csv: list[str]
 ) -> None:
     table = frame(["a", "b"])
@@ -325,9 +323,7 @@ def test_a_task_file_that_was_changed_is_not_written_over(failed: Any, of_a_csv:
     ("name", "header", "row"),
     [("tabs.tsv", "mail\tkind", "text {}, long\t{}"), ("comma.csv", "a,mail;kind", "text {};{}")],
 )
-def test_columns_are_separated_by_what_is_in_the_first_lines(
-    tmp_path: Path, name: str, header: str, row: str
-) -> None:
+def test_first_lines_tell_the_separator(tmp_path: Path, name: str, header: str, row: str) -> None:
     lines = [header, *(row.format(k, "ab"[k % 2]) for k in range(8))]
     (tmp_path / name).write_text("\n".join(lines))
     found = chosen(tmp_path / name)
@@ -361,9 +357,7 @@ def test_the_next_command_has_the_same_data_and_no_more_queries_than_there_are(
 
 
 @pytest.mark.slow("whole commands")
-def test_of_one_query_a_metric_fails_alone_and_no_one_knows_whether_the_task_is_too_hard(
-    done: Any, of_a_csv: list[str]
-) -> None:
+def test_of_one_query_a_metric_fails_alone(done: Any, of_a_csv: list[str]) -> None:
     given = ["run", *of_a_csv, "--queries", "1", "--draws", "1", "--out", "out", "--quiet"]
     with pytest.warns(UserWarning, match="no result for anchor_distances"):
         reason, command = next_command(done(*given))
@@ -373,9 +367,7 @@ def test_of_one_query_a_metric_fails_alone_and_no_one_knows_whether_the_task_is_
 
 
 @pytest.mark.slow("whole commands")
-def test_paper_takes_a_file_and_has_no_published_values_for_it(
-    done: Any, paper_parts: Mock, of_a_csv: list[str]
-) -> None:
+def test_paper_takes_a_file(done: Any, paper_parts: Mock, of_a_csv: list[str]) -> None:
     table = pd.concat([frame(["a", "b", "c"])] * 2)
     commas(table.assign(message=[f"text {k}" for k in range(30)]), Path("a.csv"))
     options = ["--text-column", "message", "--out", "out", "--seed", "1"]

@@ -58,9 +58,7 @@ def read(text: str) -> tuple[al.Task, Any]:
 
 @pytest.mark.slow("whole commands")
 @pytest.mark.filterwarnings("ignore:in . of . sets", "ignore:some pairs", "ignore:in layers .0.")
-def test_one_command_analyses_a_csv_file_and_stores_its_task(
-    done: Any, shallow_folder: Path, folder: Path
-) -> None:
+def test_one_command_analyses_a_csv_file(done: Any, shallow_folder: Path, folder: Path) -> None:
     arguments = ["--task-file", "film.toml", "--out", "out", *QUICK, "--seed", "1,2", "--seed", "3"]
     arguments += ["--dtype", "float32", "--device", "cpu", "--gradient-checkpointing"]
     done("run", "--model", str(shallow_folder), *arguments)
@@ -99,9 +97,7 @@ def test_a_task_file_may_replace_parts_of_a_task_of_the_package(folder: Path) ->
 
 @pytest.mark.slow("whole commands")
 @pytest.mark.filterwarnings("ignore:in . of . sets")
-def test_the_prompts_of_a_chat_are_those_of_the_task_in_python(
-    done: Any, no_analysis: Mock, folder: Path
-) -> None:
+def test_prompts_of_a_chat_are_those_in_python(done: Any, no_analysis: Mock, folder: Path) -> None:
     """Whose tokens are those of the chat template: see tests/prompts/test_chat.py."""
     tokenizer = chat("Qwen")
     saved(tiny_gpt2(len(tokenizer), n_layer=2), tokenizer, folder / "model")
@@ -175,9 +171,7 @@ def test_a_data_set_of_the_hub_has_columns_and_splits(monkeypatch: Any, folder: 
         (TASK_FILE.replace('"review"', '"body"'), "but not ['body']; name the right ones (text= "),
     ],
 )
-def test_mistakes_in_a_task_file_name_the_file_or_the_entry(
-    folder: Path, text: str, words: str
-) -> None:
+def test_mistakes_in_a_task_file_name_the_entry(folder: Path, text: str, words: str) -> None:
     with pytest.raises(AnchorlensError) as caught:
         read(text)
     assert words in str(caught.value)

@@ -22,9 +22,7 @@ from tests.support.trained_contexts import split, train_prefix, train_soft_promp
 
 @pytest.mark.slow("trained contexts")
 @pytest.mark.every_kind
-def test_learned_positions_are_detected_in_logits_of_a_large_mean(
-    hooked: Any, byte_level: Any
-) -> None:
+def test_learned_positions_are_seen_in_logits_of_a_large_mean(hooked: Any, byte_level: Any) -> None:
     """GPT-2 has such logits. The effect of positions is small compared with the largest logit."""
     weights: Any = tiny_gpt2(len(byte_level))
     with torch.no_grad():
@@ -48,9 +46,7 @@ def test_rotary_positions_can_be_rebased_in_low_precision(
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-def test_distances_of_alibi_are_seen_in_low_precision(
-    hooked: Any, byte_level: Any, dtype: torch.dtype
-) -> None:
+def test_alibi_is_seen_in_low_precision(hooked: Any, byte_level: Any, dtype: torch.dtype) -> None:
     """With small weights a wrong distance changes the logits by less than rounding may."""
     config = BloomConfig(vocab_size=len(byte_level), hidden_size=24, n_layer=2, n_head=2)
     with torch.random.fork_rng():
@@ -61,9 +57,7 @@ def test_distances_of_alibi_are_seen_in_low_precision(
 
 
 @pytest.mark.parametrize("head", [0, 1])
-def test_a_context_is_refused_after_a_head_was_ablated(
-    hooked: Any, byte_level: Any, head: int
-) -> None:
+def test_a_context_is_refused_with_an_ablated_head(hooked: Any, byte_level: Any, head: int) -> None:
     model = hooked(tiny_gpt2(len(byte_level)), byte_level)
     batch = questions(model, 3)[0]
     context = al.compress(model, batch)

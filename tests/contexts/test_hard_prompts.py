@@ -114,7 +114,7 @@ def test_only_plain_tokens_among_those_of_the_user_are_found(gpt2: Any) -> None:
     assert float(given.training.best_accuracy) == float(prompt.training.best_accuracy)
 
 
-def test_plain_tokens_are_those_that_survive_decoding_and_encoding(
+def test_plain_tokens_survive_decoding_and_encoding(
     sentencepiece_like: Any, byte_level: Any
 ) -> None:
     size = len(sentencepiece_like)
@@ -319,9 +319,7 @@ def test_random_prompts_are_plain_and_seeded(gpt2: Any) -> None:
 
 @pytest.mark.parametrize("side", ["left", "right"])
 @pytest.mark.parametrize("model", ["gpt2", "llama"], indirect=True)
-def test_inserted_tokens_give_the_prompts_that_a_text_before_them_gives(
-    model: Any, side: Any
-) -> None:
+def test_inserted_tokens_give_the_prompts_of_a_text_before_them(model: Any, side: Any) -> None:
     batch = questions(model, 3, padding_side=side)[0]
     words = "What is it?\n"
     ids = model.tokenizer(words, add_special_tokens=False)["input_ids"]

@@ -37,9 +37,7 @@ def bloom(hooked: Any, tokenizer: Any) -> Any:
 
 @pytest.mark.every_kind
 @pytest.mark.parametrize("kind", ["keys", "embeddings"])
-def test_gradients_are_those_of_central_differences(
-    hooked: Any, sentencepiece_like: Any, kind: str
-) -> None:
+def test_gradients_are_central_differences(hooked: Any, sentencepiece_like: Any, kind: str) -> None:
     """After a BOS; in GPT-2, because the norms of Llama compute in float32."""
     model = hooked(tiny_gpt2(len(sentencepiece_like)).double(), sentencepiece_like)
     (batch,) = questions(model, 3)

@@ -159,9 +159,7 @@ def test_of_equally_loyal_draws_the_first_is_the_best() -> None:
     assert context_comparison._best_draw(al.Contributions({"random_label_kept": kept})) == 1
 
 
-def test_a_time_is_the_median_of_a_query_after_a_pass_that_is_not_timed(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_time_is_the_median_after_an_untimed_pass(monkeypatch: pytest.MonkeyPatch) -> None:
     now, order = [0.0], list[str]()
 
     class Pass:
@@ -209,9 +207,7 @@ def test_times_are_those_of_the_contexts_on_the_batch_of_middle_length(
 
 
 @pytest.mark.slow("many passes")
-def test_stored_contributions_are_those_of_any_number_of_timed_passes(
-    gpt2: Any, tmp_path: Path
-) -> None:
+def test_stored_contributions_serve_any_number_of_timed_passes(gpt2: Any, tmp_path: Path) -> None:
     """Times are measured again by each call, and without controls a seed draws nothing."""
     batches = questions(gpt2, 4, batch_size=2)
     options = QUIET | {"folder": tmp_path}

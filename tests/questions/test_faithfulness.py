@@ -149,9 +149,7 @@ def test_the_weights_of_an_additive_engine_predict_it(gpt2: Any, additive: Any, 
 
 
 @pytest.mark.slow("many passes")
-def test_intervals_are_paired_and_prompts_that_say_nothing_are_left_out(
-    gpt2: Any, additive: Any
-) -> None:
+def test_intervals_are_paired_and_silent_prompts_left_out(gpt2: Any, additive: Any) -> None:
     tau = additive(weights_of(24, 6), [True] * 20 + [False] * 4)
     noise = weights_of(24, 6, seed=1)
     scores = {"noisy": tau + noise, "more": tau + 1.2 * noise, "known": tau.clone()}
@@ -193,9 +191,7 @@ def test_more_choices_than_run_have_no_best_one(
 
 
 @pytest.mark.parametrize("count", [1, 2])
-def test_few_segments_have_drops_but_no_rank_correlation(
-    gpt2: Any, additive: Any, count: int
-) -> None:
+def test_few_segments_have_no_rank_correlation(gpt2: Any, additive: Any, count: int) -> None:
     tau, batches = additive(weights_of(4, count)), questions(gpt2, 4)
     of_all = al.edges.each_demonstration(batches[0])
     segments = {name: of_all[name] for name in list(of_all)[:count]}

@@ -161,7 +161,7 @@ def test_signed_saliency_of_a_query_sums_to_0_where_a_norm_follows(gemma3: Any, 
 
 
 @pytest.mark.slow("many passes")
-def test_a_norm_of_what_the_attention_gives_out_is_frozen_whatever_its_name(
+def test_a_norm_after_the_attention_is_frozen(
     hooked: Any, byte_level: Any, batch: al.PromptBatch
 ) -> None:
     """A layer norm with a bias, which also takes the mean away, behind the output projection."""

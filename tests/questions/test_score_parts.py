@@ -131,9 +131,7 @@ def test_parts_equal_products_of_weights(make: Any, byte_level: Any) -> None:
 
 @pytest.mark.parametrize("make", [tiny_llama, tiny_gemma3])
 @pytest.mark.parametrize("has_labels", [True, False])
-def test_what_an_edge_carries_equals_products_of_weights(
-    make: Any, has_labels: bool, byte_level: Any
-) -> None:
+def test_an_edge_carries_products_of_weights(make: Any, has_labels: bool, byte_level: Any) -> None:
     weights = make(len(byte_level)).double()
     copied = copy.deepcopy(weights)
     model = al.prepare_model(boot(weights, byte_level))

@@ -377,9 +377,7 @@ def test_accuracy_counts_as_accuracy() -> None:
         ([5, 3, 4], 0.3, "use more demonstrations, or other label words"),
     ],
 )
-def test_what_to_try_follows_from_what_was_asked_and_answered(
-    queries: list[int], accuracy: float, advice: str
-) -> None:
+def test_advice_follows_from_the_answers(queries: list[int], accuracy: float, advice: str) -> None:
     found = Ability(Estimate(accuracy, 0.1, 1.0), queries, queries, ())  # of classes without names
     assert found.advice == advice and not found.is_clear
     assert found.why_unclear().endswith(f"({advice})")

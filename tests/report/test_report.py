@@ -131,9 +131,7 @@ def headings_of(text: str) -> list[str]:
 
 
 @pytest.mark.slow("many passes")
-def test_every_record_has_a_figure_and_those_of_the_user_replace_them_or_come_last(
-    results: dict[str, Any], tmp_path: Path
-) -> None:
+def test_figures_of_the_user_replace_or_follow(results: dict[str, Any], tmp_path: Path) -> None:
     replacement = go.Figure(layout={"title": {"text": "of my own"}})
     figures = {"more": go.Figure(), "loyalty": None, "isolation": replacement}
     bare, text = written(tmp_path, results), written(tmp_path, results, figures=figures)
@@ -347,9 +345,7 @@ def test_a_ratio_has_a_logarithmic_axis_that_says_so_with_plain_numbers() -> Non
     assert "log scale" not in forest([replace(ratio, limit=0.5)])
 
 
-def test_headings_are_in_order_and_landmarks_have_names_of_their_own(
-    prompt: al.records.PromptFlows, tmp_path: Path
-) -> None:
+def test_headings_are_in_order(prompt: al.records.PromptFlows, tmp_path: Path) -> None:
     kinds = al.records.SaliencyFlowsRecord, al.records.ContextsRecord
     flows, contexts = map(made_up_record, kinds)
     task = {"flows": flows, "contexts": contexts, "one": prompt, "other": prompt}
@@ -369,7 +365,7 @@ def test_headings_are_in_order_and_landmarks_have_names_of_their_own(
         assert figures and all(of["role"] == "img" and of["aria-label"] for of in figures)
 
 
-def test_a_word_of_the_field_is_explained_where_it_stands_first(
+def test_a_word_is_explained_where_it_is_first(
     prompt: al.records.PromptFlows, tmp_path: Path
 ) -> None:
     made = dict(made_up_records())
@@ -435,9 +431,7 @@ def test_digests_of_queries_are_not_on_the_page(tmp_path: Path) -> None:
 PROMPTS = {"prompts": 12, "demonstration_sets": 1}
 
 
-def test_below_each_figure_stands_what_its_marks_are_and_of_how_many_prompts(
-    tmp_path: Path,
-) -> None:
+def test_captions_say_what_marks_are_and_of_how_many_prompts(tmp_path: Path) -> None:
     after = "12 prompts after one set of demonstrations."
     marks = {
         "SaliencyFlowsRecord": "Pale bands are 95 % intervals, from",
