@@ -164,16 +164,11 @@ def halved_outputs(model: Any) -> Callable[[], None]:
 
 
 def replaced_activations(model: Any) -> Callable[[], None]:
-    mlps = [each for each in model.original_model.modules() if type(each).__name__ == "GPT2MLP"]
-    found = mlps[0].act
-    for mlp in mlps:
-        mlp.act = torch.nn.ReLU()
-
-    def restore() -> None:
-        for mlp in mlps:
-            mlp.act = found
-
-    return restore
+    patch = pytest.MonkeyPatch()
+    for each in model.original_model.modules():
+        if type(each).__name__ == "GPT2MLP":
+            patch.setattr(each, "act", torch.nn.ReLU())
+    return patch.undo
 
 
 @pytest.mark.quick_cases("trained contexts", "soft prompt")
