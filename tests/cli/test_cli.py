@@ -168,10 +168,6 @@ def test_a_shell_completes_commands_and_tasks() -> None:
     assert completed("anchorlens run --task s") == ["sst2", "sentiment"]
 
 
-ROWS = {("", "accuracy"): {"value": "0.50", "[note]": ""}, ("", "AUC"): {"[note]": "rough"}}
-TABLE = Section("questions", ROWS)
-
-
 @pytest.mark.slow("whole commands")
 @pytest.mark.filterwarnings("ignore:in . of . sets", "ignore:some pairs")
 def test_json_has_the_numbers_in_the_records(done: Any, model_folder: Path, tmp_path: Path) -> None:
@@ -211,7 +207,6 @@ def test_json_has_the_numbers_in_the_records(done: Any, model_folder: Path, tmp_
     assert max(map(len, printed.out.partition("report: ")[0].splitlines())) <= 80
     report = printed.out.partition("report: ")[2].splitlines()
     assert report[0] == f"{tmp_path / 'report.html'} (open it in a browser)"
-    # The model cannot do this task.
     assert report[1].startswith("Next: the model does not clearly do the task questions; try more ")
     assert report[2].startswith("  anchorlens run ") and "--shots 4" in report[2]
 
@@ -232,20 +227,6 @@ def test_paper_prints_its_tables_stores_the_same_text_and_prints_json(
     assert task["task"] == "news" and task["answer"]["sentence"].startswith("This cannot be told")
     right = {"vanilla": {"value": 0.5}, "re-weighted": {"value": 1}}
     assert task["accuracies"]["accuracy"] == right
-
-
-@pytest.mark.parametrize("on_a_terminal", [True, False])
-def test_tables_are_aligned_texts(monkeypatch: Any, capsys: Any, on_a_terminal: bool) -> None:
-    monkeypatch.setattr("sys.stdout.isatty", lambda: on_a_terminal)
-    Output().tables([TABLE])
-    assert capsys.readouterr().out.splitlines() == [
-        "questions",
-        "          value  [note]",
-        "accuracy  0.50",
-        "AUC              rough",
-    ]
-    Output(as_json=True).tables([TABLE])
-    assert capsys.readouterr().out == ""
 
 
 def test_inside_other_libraries_are_quiet(capsys: Any) -> None:

@@ -38,7 +38,6 @@ COMMANDS["run file"] = ["run", "photos.csv", *QUICK]
 
 @pytest.fixture
 def data(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Where the command runs: files of each kind for ``run``, and folders for ``paper``."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("anchorlens.cli.path.load_model", None)
     for name, rows in FILES.items():

@@ -163,7 +163,6 @@ def test_all_problems_of_a_file_are_one_error(call: Any, tmp_path: Path) -> None
 
 
 def tickets(**columns: Any) -> pd.DataFrame:
-    """Customers' letters with their queue and, for some, the agent."""
     rows = range(120)
     made = {
         "id": [f"3fa85f64-{k:04d}-facade" for k in rows],

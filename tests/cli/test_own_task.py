@@ -37,7 +37,6 @@ CHAT_FILE = TASK_FILE.replace('" no", " yes"', '"no", "yes"') + "chat = true\n"
 
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A csv file with its own column names, and a task file beside it."""
     rows = [f'"film {k}, a film",{("neg", "pos")[k % 2]}' for k in range(40)]
     (tmp_path / "reviews.csv").write_text("\n".join(["review,verdict", *rows]))
     (tmp_path / "film.toml").write_text(TASK_FILE)
@@ -98,7 +97,6 @@ def test_a_task_file_may_replace_parts_of_a_task_of_the_package(folder: Path) ->
 @pytest.mark.slow("whole commands")
 @pytest.mark.filterwarnings("ignore:in . of . sets")
 def test_prompts_of_a_chat_are_those_in_python(done: Any, no_analysis: Mock, folder: Path) -> None:
-    """Whose tokens are those of the chat template: see tests/prompts/test_chat.py."""
     tokenizer = chat("Qwen")
     saved(tiny_gpt2(len(tokenizer), n_layer=2), tokenizer, folder / "model")
     (folder / "chat.toml").write_text(CHAT_FILE + 'instructions = "Judge films."')

@@ -134,8 +134,7 @@ class Named(al.contexts.PrefixContext):
     embeddings: Tensor
 
 
-class Renamed(Named):
-    """A class two levels below ours."""
+class Renamed(Named): ...
 
 
 MADE: list[tuple[type[Any], Any]] = [

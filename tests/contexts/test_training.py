@@ -157,7 +157,6 @@ def test_a_forged_state_is_refused(gpt2: Any, tmp_path: Path) -> None:
 
 
 def halved_outputs(model: Any) -> Callable[[], None]:
-    """Halve the outputs of a kind of module by a hook on all of torch; gives the end."""
     return torch.nn.modules.module.register_module_forward_hook(
         lambda module, given, out: out / 2 if type(module).__name__ == "GPT2MLP" else None
     ).remove

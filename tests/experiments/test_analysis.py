@@ -120,8 +120,6 @@ def test_models_of_random_weights_are_left_out_where_not_wanted_or_large(
 
 
 class MadeFromMore(GPT2LMHeadModel):
-    """A class whose models are not made from a configuration alone."""
-
     def __init__(self, config: Any, more: int) -> None:
         super().__init__(config)
         self.more = more

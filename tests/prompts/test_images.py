@@ -173,7 +173,6 @@ OTHERS = r"give one of PNG, JPEG, WEBP, GIF, BMP, TIFF with at most 33,554,432 p
 def test_files_of_strangers_are_refused_before_they_are_read(
     data: bytes, reason: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """No program is started on them, and no pixel is unpacked."""
     path = tmp_path / "cat.png"
     path.write_bytes(data)
     monkeypatch.setattr("subprocess.Popen", lambda *_, **__: pytest.fail("a program is started"))

@@ -21,7 +21,6 @@ def one_prompt(model: Any) -> al.PromptBatch:
 
 
 def near(batch: al.PromptBatch) -> Tensor:
-    """Keys inside a window."""
     before = batch.up_to_target.long()
     return (before > 0) & (before.flip(1).cumsum(1).flip(1) <= 5)
 
@@ -189,8 +188,6 @@ def test_what_an_edge_carries_past_centred_norms_and_biases(byte_level: Any) -> 
 
 
 class Doubled(torch.nn.Linear):
-    """An unembedding that is another product than its weights say."""
-
     def forward(self, rows: Tensor) -> Tensor:
         return 2 * super().forward(rows)
 

@@ -81,8 +81,6 @@ def test_a_row_is_what_the_claims_of_the_model_alone_say(
 
 
 class Loading:
-    """Functions that load models, and what was alive when each was called."""
-
     def __init__(self, tokenizer: Any) -> None:
         self.tokenizer, self.loaded = tokenizer, list[weakref.ref[Any]]()
         self.alive: list[int] = []

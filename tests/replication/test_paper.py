@@ -83,7 +83,6 @@ def prompts(model: Any, *seeds: int) -> list[al.PromptBatch]:
 
 
 def plain_answers(weights: Any, tokenizer: Any, texts: Sequence[str]) -> torch.Tensor:
-    """Logits of the label words that plain transformers gives for these texts."""
     ids = [tokenizer(word)["input_ids"][0] for word in TASK.labels]
     with torch.no_grad():
         given = [torch.tensor([tokenizer(text)["input_ids"]]) for text in texts]

@@ -118,7 +118,6 @@ def isolation(gap: float = 0.5, low: float = 0.2, high: float = 0.7, **info: Any
 
 
 def at_all_sites(*records: Any) -> Any:
-    """One sweep over the sites of several; all else of ``info`` is that of the first."""
     names = records[0].axes()
     fields: Any = {name: [getattr(record, name) for record in records] for name in names}
     fields = {name: torch.cat(values, dim=-1) for name, values in fields.items()}

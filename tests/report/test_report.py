@@ -72,8 +72,6 @@ def results(byte_level: Any, hooked: Any) -> dict[str, Any]:
 
 
 class Page(HTMLParser):
-    """The tags and table cells that a browser would find."""
-
     def __init__(self, path: Path) -> None:
         super().__init__()
         self.tags: list[tuple[str, dict[str, str | None]]] = []
