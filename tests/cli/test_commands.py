@@ -140,9 +140,7 @@ def test_paper_writes_records_tables_and_report(done: Any, byte_level: Any, tmp_
     assert page.count(">Diagnosis</h3>") == 2 and "GPT2-XL in the paper" in page
 
 
-def test_a_command_without_any_record_is_an_error(
-    failed: Any, paper_parts: Mock, into_folder: list[str]
-) -> None:
+def test_no_record_is_an_error(failed: Any, paper_parts: Mock, into_folder: list[str]) -> None:
     message = "no result, or not all, for sentiment, figures: no"
     paper_parts.side_effect = RunError(message, {"a": al.Results()})
     error = failed("paper", *PAPER, *into_folder)

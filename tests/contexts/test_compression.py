@@ -280,9 +280,7 @@ def plain_scores(weights: Any, tokens: Tensor) -> dict[str, list[Tensor]]:
 
 
 @pytest.mark.parametrize("exact_model", ["gpt2", "llama"], indirect=True)
-def test_scores_are_those_of_kvpress_in_every_layer(
-    exact_model: Any, byte_level: Any, sentencepiece_like: Any
-) -> None:
+def test_scores_equal_kvpress(exact_model: Any, byte_level: Any, sentencepiece_like: Any) -> None:
     """And one set of positions has the highest means, of as many as label words and format."""
     is_gpt2 = "gpt2" in exact_model.cfg.model_name.lower()
     tokenizer, make = (byte_level, tiny_gpt2) if is_gpt2 else (sentencepiece_like, tiny_llama)

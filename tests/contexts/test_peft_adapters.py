@@ -111,9 +111,7 @@ def test_the_file_of_a_projected_prefix_holds_keys_and_values(llama: Any, tmp_pa
 
 
 @pytest.mark.slow("trained contexts")
-def test_a_prefix_has_the_type_of_the_model(
-    hooked: Any, sentencepiece_like: Any, tmp_path: Path
-) -> None:
+def test_a_prefix_has_the_models_type(hooked: Any, sentencepiece_like: Any, tmp_path: Path) -> None:
     weights: Any = tiny_llama(len(sentencepiece_like)).to(torch.bfloat16)
     model = hooked(tiny_llama(len(sentencepiece_like)).to(torch.bfloat16), sentencepiece_like)
     (batch,) = questions(model, 2)

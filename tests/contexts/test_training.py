@@ -350,9 +350,7 @@ def test_a_model_without_a_cache_is_refused_before_any_step(byte_level: Any, mak
 
 
 @pytest.mark.parametrize("make", MAKERS.values(), ids=MAKERS)
-def test_a_cache_that_gives_other_logits_is_refused(
-    gpt2: Any, monkeypatch: pytest.MonkeyPatch, make: Any
-) -> None:
+def test_a_wrong_cache_is_refused(gpt2: Any, monkeypatch: pytest.MonkeyPatch, make: Any) -> None:
     right = compressed.run_prefix
 
     def wrong(*arguments: Any, **options: Any) -> Any:

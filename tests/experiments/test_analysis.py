@@ -94,9 +94,7 @@ def test_models_of_random_weights_are_run_beside_the_model(model: Any) -> None:
 
 @pytest.mark.slow("many passes")
 @pytest.mark.usefixtures("one_seed")
-def test_models_of_random_weights_are_left_out_where_not_wanted_or_large(
-    gpt2: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_when_random_weights_are_left_out(gpt2: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     batches, metrics = prompts_of(gpt2), [al.SaliencyFlows()]
     monkeypatch.setattr(random_weights, "MOST_PARAMETERS", 10)
     records = al.run(gpt2, batches, metrics, **FEW)

@@ -32,9 +32,7 @@ def observed(name: str, model: Any, batch: al.PromptBatch) -> list[plain.Observe
 
 @pytest.mark.parametrize("name", MAKE)
 @pytest.mark.parametrize("side", ["left", "right"])
-def test_saliency_equals_plain_transformers(
-    name: str, side: Any, request: pytest.FixtureRequest
-) -> None:
+def test_saliency_equals_transformers(name: str, side: Any, request: pytest.FixtureRequest) -> None:
     model = request.getfixturevalue(name)
     batch = questions(model, 4, padding_side=side)[0]
     assert len(set(batch.attention_mask.sum(1).tolist())) > 1

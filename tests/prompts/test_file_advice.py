@@ -36,9 +36,7 @@ def error_of(path: Path, **options: Any) -> str:
 
 @OF_ENCODINGS
 @pytest.mark.parametrize("suffix", [".csv", ".jsonl"])
-def test_the_command_for_another_encoding_gives_its_texts(
-    tmp_path: Path, suffix: str, encoding: str, named: str
-) -> None:
+def test_the_advised_command_works(tmp_path: Path, suffix: str, encoding: str, named: str) -> None:
     path = tmp_path / f"my file{suffix}"
     lines = TABLE.to_json(orient="records", lines=True, force_ascii=False)
     written = lines if suffix == ".jsonl" else TABLE.to_csv(index=False)

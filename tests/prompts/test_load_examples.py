@@ -119,9 +119,7 @@ NAMES += ["LOUD.PARQUET", "sst2.jsonl", "x.jsonl.csv", "x.gz.csv"]
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_a_file_of_any_name_is_read(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
-) -> None:
+def test_files_of_any_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     for other in ("x1.jsonl", "sother.jsonl", "so.csv", "b.jsonl", "a.parquet"):
         write(tmp_path / other, [("another", 0)])
     write(tmp_path / name, ROWS)

@@ -292,9 +292,7 @@ class Reads(al.Metric):
 @pytest.mark.slow("many passes")
 @pytest.mark.every_kind
 @pytest.mark.usefixtures("kind_of_model")
-def test_a_written_answer_is_what_metrics_and_removals_explain(
-    gpt2: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_metrics_and_removals_explain_an_answer(gpt2: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     batch = misquoted(written(gpt2), [1])
     seen = spied(monkeypatch, segment_scores.SegmentScores, "of")
     scores: Any = {"own": Reads(), "signed": al.SegmentFlows(weight=al.weights.helpful)}
@@ -330,9 +328,7 @@ def test_a_written_answer_is_what_metrics_and_removals_explain(
 
 
 @pytest.mark.slow("many passes")
-def test_methods_are_not_tested_on_their_own_subsets(
-    gpt2: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_methods_are_tested_on_other_subsets(gpt2: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """A method that knows its subsets by heart and adds noise elsewhere would look perfect."""
     kept: list[Tensor] = []
 
@@ -351,9 +347,7 @@ def test_methods_are_not_tested_on_their_own_subsets(
 
 
 @pytest.mark.slow("many passes")
-def test_by_default_the_table_has_the_scores_of_the_paper_and_their_baselines(
-    gpt2: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_default_scores_and_their_baselines(gpt2: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(model: Any) -> None:
         raise ModelError("a norm comes before the output projection")
 

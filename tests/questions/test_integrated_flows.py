@@ -38,9 +38,7 @@ def batch() -> al.PromptBatch:
 
 
 @pytest.mark.slow("many passes")
-def test_the_sum_over_all_edges_is_the_change_of_the_output_up_to_one_over_m_squared(
-    exact_gpt2: Any, byte_level: Any, batch: al.PromptBatch
-) -> None:
+def test_all_edges_give_the_change(exact_gpt2: Any, byte_level: Any, batch: al.PromptBatch) -> None:
     """F with and without the attention of a layer, of plain transformers in float64."""
     prompt = batch.prompt(1)
     weights = tiny_gpt2(len(byte_level)).double()
