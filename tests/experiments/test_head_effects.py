@@ -245,9 +245,6 @@ def test_vectors_of_other_models_and_positions_are_refused(gpt2: Any, llama: Any
     after = batch.after(int(batch.label_ends.min()) + 1)
     with pytest.raises(HookError, match=f"positions before {after.first_query}, from which on"):
         at_words.hooks(gpt2, after, 0, al.edges.anchors)
-
-
-def test_queries_of_both_lists_are_warned_of(gpt2: Any) -> None:
     with pytest.warns(UserWarning, match="2 queries are in both lists"):
         al.task_vectors(gpt2, prompts(gpt2, READ), prompts(gpt2, READ), **QUIET)
 

@@ -1,6 +1,7 @@
 """Saliency against finite differences and plain transformers, flows and steps against loops."""
 
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -256,27 +257,23 @@ def test_each_step_has_the_flows_of_its_own_loss(gpt2: Any, prompt: al.PromptBat
     assert "".join(record.axis_names("step") or ["?"]) in gpt2.tokenizer.decode(TOKENS[0])
 
 
-def test_the_size_of_chunks_changes_nothing(exact_gpt2: Any, prompt: al.PromptBatch) -> None:
-    expected = al.step_flows(exact_gpt2, prompt, "answer", chunk=4)
+def test_ways_to_the_gradient_agree(
+    exact_gpt2: Any, prompt: al.PromptBatch, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In chunks, of patterns, and where an operation has no batched gradient, of each step."""
+    flows, grad, calls = (
+        partial(al.step_flows, exact_gpt2, prompt, "answer"),
+        torch.autograd.grad,
+        [],
+    )
+    expected = flows()
+    assert expected.info["computed from"] == "gradients of the heads' outputs, times values"
     for chunk in (1, 3, 64):
-        assert_same(al.step_flows(exact_gpt2, prompt, "answer", chunk=chunk), expected, 1e-12)
-
-
-def test_both_ways_to_the_gradient_agree(
-    exact_gpt2: Any, prompt: al.PromptBatch, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    from_outputs = al.step_flows(exact_gpt2, prompt, "answer")
-    assert from_outputs.info["computed from"] == "gradients of the heads' outputs, times values"
-    monkeypatch.setattr(step_gradients, "_agree", lambda *of: False)
-    from_patterns = al.step_flows(exact_gpt2, prompt, "answer")
-    assert from_patterns.info["computed from"] == "gradients of the patterns"
-    assert_same(from_outputs, from_patterns, 1e-12)
-
-
-def test_an_operation_without_a_batched_gradient_costs_a_pass_for_each_step(
-    exact_gpt2: Any, prompt: al.PromptBatch, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    expected, grad, calls = al.step_flows(exact_gpt2, prompt, "answer"), torch.autograd.grad, []
+        assert_same(flows(chunk=chunk), expected, 1e-12)
+    with monkeypatch.context() as patched:
+        patched.setattr(step_gradients, "_agree", lambda *of: False)
+        assert flows().info["computed from"] == "gradients of the patterns"
+        assert_same(flows(), expected, 1e-12)
 
     def without_batches(*of: Any, is_grads_batched: bool = False, **options: Any) -> Any:
         calls.append(is_grads_batched)
@@ -285,7 +282,7 @@ def test_an_operation_without_a_batched_gradient_costs_a_pass_for_each_step(
         return grad(*of, **options)
 
     monkeypatch.setattr(torch.autograd, "grad", without_batches)
-    assert_same(al.step_flows(exact_gpt2, prompt, "answer"), expected, 1e-12)
+    assert_same(flows(), expected, 1e-12)
     assert calls.count(True) == 1
 
 

@@ -86,16 +86,11 @@ def test_the_format_of_a_task_may_hold_control_tokens(tokenizer: Any) -> None:
         (row,) = rows(al.build_prompts(tokenizer, task, DEMOS, ["x"]))
         written[type(task)] = row.tokens[int(row.tokens[0] == tokenizer.bos_token_id) :]
     assert written[al.Task] == written[al.ChatTask]
-
-
-def test_a_token_that_only_the_text_completes_is_refused(tokenizer: Any) -> None:
+    # What a text completes, and what is written into a chat, is no format.
     task = replace(PLAIN, template="<|im_{text}|>\nUrgent:{label}")
     assert built(tokenizer, task, query="begin")
     with pytest.raises(PromptError, match=re.escape("'<|im_end|>'")):
         built(tokenizer, task, query="end")
-
-
-def test_instructions_of_a_chat_hold_no_control_token(tokenizer: Any) -> None:
     with pytest.raises(PromptError, match=re.escape("'<|im_end|>'")):
         built(tokenizer, CHAT, instructions=FORGED)
 

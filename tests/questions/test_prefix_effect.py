@@ -50,17 +50,13 @@ def test_terms_of_a_row_by_hand() -> None:
     assert terms.direct.flatten().tolist() == [1.0, -1.75]
     assert terms.indirect.flatten().tolist() == [0.0, 0.5]
     assert terms.expected.flatten().tolist() == [0.0, 0.0, 0.25, 0.75]
-
-
-def test_a_sink_has_a_part_of_what_the_prefix_leaves() -> None:
+    # A sink has a part of what the prefix leaves.
     pattern = [0.25, 0.25, 0.125, 0.125]  # the sink has 0.25
     assert by_hand(pattern).expected.flatten().tolist() == [0.0, 0.0, 0.5, 0.5]
     terms = by_hand(pattern, (0.25, 0.25), sinks=True)
     assert terms.expected.flatten().tolist() == [0.0, 0.0, 0.25, 0.25]
     assert terms.rescaled.flatten().tolist() == [0.0, 1.5]
-
-
-def test_a_prefix_with_all_attention_leaves_no_output_to_compare() -> None:
+    # A prefix with all attention leaves no output to compare.
     terms = by_hand([0.5, 0.5, 0.0, 0.0])
     assert float(terms.stolen) == 1 and terms.taken.flatten().tolist() == [2.0, 0.0]
     for name in ("rescaled", "direct", "indirect", "expected"):

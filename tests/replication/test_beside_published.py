@@ -127,16 +127,14 @@ def test_averages_are_those_of_the_printed_columns() -> None:
     assert averages == {"vanilla": 51.90, "more shots": 46.87, "re-weighted": 68.64}
     compressed = published("anchors", "table_2")["GPT2-XL"]
     assert compressed["ICL"]["accuracy"].value == averages["vanilla"]
-
-
-def test_a_number_may_have_a_spread() -> None:
+    # A number may have a spread.
     rows = published("prefix_tuning", "table_2")["ten seeds"]
     assert rows["prefix for this task"]["sort down"] == Published(90, 3)
     spread = published("hard_prompts", "transfer")["GPT-2 Large"]["empty"]["sst2"].spread
     assert spread != spread  # none is printed
 
 
-def test_tables_of_prefix_tuning() -> None:
+def test_pages_print_what_was_published() -> None:
     text = page("prefix_tuning.md", "A prefix does not change where a head looks")
     for name, row in published("prefix_tuning", "table_1")["notebook"].items():
         printed = text.partition(name)[2].partition("published, notebook")[2].split()[:2]
@@ -152,9 +150,6 @@ def test_tables_of_prefix_tuning() -> None:
     assert f"also combines two tasks ({both} %), but it does not learn a new one" in text
     assert f"double histogram ({new} %, with 12,288 parameters {wide} %)" in text
     assert f"LoRA of rank 1 does, with as many parameters ({of_lora} %)" in text
-
-
-def test_gains_of_reweighting() -> None:
     rows = published("anchors", "table_1")["GPT2-XL"]
     text = page("findings.md", "## Re-weighting")
     for task, name in (("trec", "TREC"), ("sst2", "SST-2")):

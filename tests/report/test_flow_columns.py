@@ -246,7 +246,9 @@ def test_a_long_text_has_the_strongest_tokens_and_says_their_share(
     assert sum(page.layers[0][3].shares) == pytest.approx(1, abs=0.01)  # of all tokens
 
 
-def test_the_second_token_of_a_text_reads_nothing(gpt2: Any) -> None:
+def test_what_reads_nothing_has_no_strongest_tokens(
+    gpt2: Any, flows: al.records.StepFlowsRecord
+) -> None:
     alone = al.PromptBatch.from_segments(TOKENS, [[0, 1] + [-1] * 8], ["first", "answer"])
     page = al.plot_answer(al.step_flows(gpt2, alone, "answer"))
     assert page.positions == [1]
@@ -254,9 +256,6 @@ def test_the_second_token_of_a_text_reads_nothing(gpt2: Any) -> None:
     [[_, _, read], *_] = reads(data_of(page.page()))
     empty = {"keys": [], "sizes": [], "share": 0, "shares": [0] * 3, "means": [None] * 3}
     assert read == empty | {"runs": [0] * 3}
-
-
-def test_tokens_without_weight_are_not_the_strongest(flows: al.records.StepFlowsRecord) -> None:
     only_one = torch.zeros_like(flows.read_of_tokens)
     only_one[:, 1, 2] = 0.5
     page = al.plot_answer(replace(flows, read_of_tokens=only_one))
