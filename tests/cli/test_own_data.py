@@ -22,7 +22,7 @@ from anchorlens.prompts.own_data import layout_of, words_of, words_that_say_noth
 from tests.support.chat_tokenizers import chat_tokenizer
 
 pytestmark = pytest.mark.filterwarnings(  # of few queries
-    *("ignore:in . of . sets", "ignore:some pairs", "ignore:in layers", "ignore:intervals of"),
+    *("ignore:in . of . sets", "ignore:some pairs", "ignore:in layers", "ignore:intervals "),
     *("ignore:no result for", "ignore:the label words"),
 )
 TWENTY = [f"{first}{second}" for first in "abcd" for second in "klmno"]
@@ -105,6 +105,10 @@ def test_columns_and_classes_may_be_given(tmp_path: Path) -> None:
     found = chosen(path, label_column="kind", text_column="date", classes=["y", "x"])
     assert found.task == al.Task("Date: {text}\nKind:{label}", labels=[" y", " x"])
     assert found.examples.pool[0] == al.Example("2026-01-01", 1)
+    # A chat has answers without a space.
+    commas(frame(["not_yet", "done"]), path := tmp_path / "a.csv")
+    expected = al.ChatTask("Message: {text}\nTopic:{label}", labels=["done", "not yet"])
+    assert chosen(path, chat=True).task == expected
 
 
 def test_dates_are_no_classes_unless_they_are_named(tmp_path: Path) -> None:
@@ -135,12 +139,6 @@ def test_classes_of_json_may_be_numbers_with_a_point_or_truths_but_no_lists(tmp_
         words = f"'topic' has values that are no texts and no whole numbers, such as {shown}"
         with pytest.raises(DataError, match=re.escape(words)):
             chosen(path, label_column="topic")
-
-
-def test_a_chat_has_answers_without_a_space(tmp_path: Path) -> None:
-    commas(frame(["not_yet", "done"]), path := tmp_path / "a.csv")
-    expected = al.ChatTask("Message: {text}\nTopic:{label}", labels=["done", "not yet"])
-    assert chosen(path, chat=True).task == expected
 
 
 def test_all_problems_of_a_file_are_one_error(call: Any, tmp_path: Path) -> None:

@@ -86,9 +86,7 @@ def test_options_replace_entries_of_a_task_file_and_of_a_task(folder: Path) -> N
         assert found.examples.pool[:2] == [al.Example("a 0", 0), al.Example("a 1", 1)]
     assert found.task == al.TASKS["sentiment"] and found.name == "sentiment"
     assert chosen(task=str(folder / "film.toml")).name == "film"
-
-
-def test_a_task_file_may_replace_parts_of_a_task_of_the_package(folder: Path) -> None:
+    # A task file may replace parts of a task of the package.
     task, examples = read('task = "sentiment"\nlabels = [" A", " B"]\nseparator = "\\n\\n"')
     assert task == replace(al.TASKS["sst2"], labels=[" A", " B"], separator="\n\n")
     assert examples.pool == examples.tests == al.load_examples("sentiment")

@@ -127,9 +127,7 @@ def test_plain_tokens_survive_decoding_and_encoding(
         survives = byte_level(text)["input_ids"] == [token] and token != byte_level.eos_token_id
         assert bool(byte_plain[token]) == survives
     assert not byte_plain[byte_level.convert_tokens_to_ids("Ã")], "a part of a character"
-
-
-def test_unused_tokens_are_not_plain(byte_level: Any) -> None:
+    # Unused tokens are not plain.
     tokenizer, size = deepcopy(byte_level), len(byte_level)
     assert plain_tokens(tokenizer, size + 3)[size:].tolist() == [False] * 3
     tokenizer.add_tokens(["<unused7>", "abcabc"])

@@ -123,7 +123,9 @@ def test_low_precision_is_trained_in_float32(
 
 
 @pytest.mark.slow("trained contexts")
-def test_a_damaged_state_begins_again_with_a_warning(gpt2: Any, tmp_path: Path) -> None:
+def test_a_damaged_state_begins_again_and_a_forged_one_is_refused(
+    gpt2: Any, tmp_path: Path
+) -> None:
     expected = trained(gpt2, folder=tmp_path)
     path = tmp_path / "training.safetensors"
     data = bytearray(path.read_bytes())
@@ -133,12 +135,6 @@ def test_a_damaged_state_begins_again_with_a_warning(gpt2: Any, tmp_path: Path) 
         with pytest.warns(UserWarning, match="is damaged; training begins again") as caught:
             assert same(trained(gpt2, folder=tmp_path), expected)
         assert caught[0].filename.endswith("trained_contexts.py")
-
-
-@pytest.mark.slow("trained contexts")
-def test_a_forged_state_is_refused(gpt2: Any, tmp_path: Path) -> None:
-    trained(gpt2, folder=tmp_path)
-    path = tmp_path / "training.safetensors"
     header, tensors = read_with_digest(path)
     forged = [{key: tensors[key] for key in tensors if key != name} for name in [*tensors][::2]]
     forged += [tensors | {name: torch.zeros(3, 3, 3)} for name in (*[*tensors][1::2], "optimizer")]

@@ -176,8 +176,8 @@ def test_the_diagnosis_has_the_intervals_and_info_of_the_record_and_does_not_cha
     diagnosis = al.diagnose(record, layer=1)
     same = {"correlation", "position_correlation"}
     assert set(diagnosis.intervals) == {"predicted", "actual", *same}
-    for name, bounds in diagnosis.intervals.items():
-        assert bounds.shape == (2, *getattr(diagnosis, name).shape)
+    for name, ends in diagnosis.intervals.items():
+        assert ends.shape == (2, *getattr(diagnosis, name).shape)
     expected = torch.stack([record.anchor_distance[1] - 0.1, record.anchor_distance[1] + 0.1])
     torch.testing.assert_close(diagnosis.intervals["predicted"], expected)
     assert torch.equal(diagnosis.position_correlation, record.position_correlation)

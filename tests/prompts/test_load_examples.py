@@ -82,6 +82,10 @@ def test_rows_with_numbers_need_no_classes() -> None:
     assert al.load_examples(NUMBERS) == EXAMPLES
     [example] = al.load_examples([{"text": "a", "label": np.int64(1), "more": None}])
     assert example == al.Example("a", 1) and type(example.label) is int
+    with raises(match="rows are one split, but split='test' came"):
+        al.load_examples(NUMBERS, split="test")
+    with pytest.raises(AnchorlensError, match=r"several columns with the names .*; rename"):
+        al.sample_demonstrations(TWICE[0])
 
 
 NUMBERS: Any = pd.DataFrame(ROWS, columns=["text", "label"])
@@ -104,13 +108,6 @@ TWICE: list[Any] = [pd.DataFrame([["a", 0, 1]], columns=names) for names in NAME
 def test_rows_without_a_text_and_its_class_are_refused(rows: Any, message: str) -> None:
     with pytest.raises(AnchorlensError, match=message):
         al.load_examples(rows)
-
-
-def test_rows_and_demonstrations_have_one_split_and_different_columns() -> None:
-    with raises(match="rows are one split, but split='test' came"):
-        al.load_examples(NUMBERS, split="test")
-    with pytest.raises(AnchorlensError, match=r"several columns with the names .*; rename"):
-        al.sample_demonstrations(TWICE[0])
 
 
 NAMES = ["x[1].jsonl", "s*.jsonl", "s?.csv", "a::b.jsonl", "{a,b}.parquet", "with space.json"]

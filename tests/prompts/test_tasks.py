@@ -259,9 +259,7 @@ def test_each_seed_draws_pairs_and_all_batches_have_the_same_words(gpt2: Any) ->
     for batch in batches:
         for gold, shown in zip(batch.gold.tolist(), batch.label_classes.tolist(), strict=True):
             assert gold not in shown and len(shown) == 3
-
-
-def test_white_space_of_a_template_is_kept(gpt2: Any) -> None:
+    # White space of a template is kept.
     [batch] = al.build_pairs(gpt2, SHOWN[:2], ASKED[:1], "{x}:{y}; ")
     text = gpt2.tokenizer.decode(batch.tokens[0])
     assert text == "hot:cold; big: small; old:" and batch.labels == ("cold", " small", "new")

@@ -108,16 +108,36 @@ def written(folder: Path, results: Mapping[str, Any], **options: Any) -> str:
 
 
 @pytest.mark.slow("many passes")
-def test_the_page_needs_no_other_file(results: dict[str, Any], tmp_path: Path) -> None:
+def test_one_file_has_the_answer_first_and_all_numbers(
+    results: dict[str, Any], tmp_path: Path
+) -> None:
     path = write(tmp_path, results)
     assert [file.name for file in tmp_path.iterdir()] == ["report.html"]
-    for tag, attributes in Page(path).tags:
+    page = Page(path)
+    cells = page.cells
+    for tag, attributes in page.tags:
         assert tag not in ("link", "iframe", "img", "object", "embed") and "src" not in attributes
     text = path.read_text(encoding="utf-8")
     assert text.startswith("<!doctype html>")
     assert "<code>|A_h * dL/dA_h|</code>" in text and "&lt;code&gt;" not in text  # of a meaning
     assert text.count("* plotly.js (cartesian - minified) v") == 1  # once for all figures
     assert len(text) < 2_000_000
+    places = ["This cannot be told", "Of 6 claims", '<svg class="forest"', "right class of"]
+    places += ['aria-label="Claims of the paper"', 'class="figure"']
+    assert [*map(text.index, places)] == sorted(map(text.index, places))
+    for claim in al.claims(results):
+        assert claim.statement in unescape(text)
+        assert claim.reason in unescape(text)
+    for record in results.values():
+        for name, values in record.tensors().items():
+            if "prompt" in record.axes()[name]:
+                assert name not in cells
+                continue
+            assert cells.count(name) >= values.numel()
+            for number in [*values.flatten().tolist(), *record.intervals[name].flatten().tolist()]:
+                text = str(number) if isinstance(number, int) else in_digits(number)
+                assert number != number or text in cells
+    assert {"wp", "pq", "ww", "Abbreviation", "quantity", "low", "high"} <= set(cells)
 
 
 def figures_of(text: str) -> int:
@@ -139,21 +159,6 @@ def test_figures_of_the_user_replace_or_follow(results: dict[str, Any], tmp_path
     assert figures_of(bare) == figures_of(text) == 5  # one is added, one removed, one replaced
     assert "of my own" in text and "What stays as it was" not in text
     assert len(figures) == 3
-
-
-@pytest.mark.slow("many passes")
-def test_all_numbers_are_on_the_page(results: dict[str, Any], tmp_path: Path) -> None:
-    cells = Page(write(tmp_path, results)).cells
-    for record in results.values():
-        for name, values in record.tensors().items():
-            if "prompt" in record.axes()[name]:
-                assert name not in cells
-                continue
-            assert cells.count(name) >= values.numel()
-            for number in [*values.flatten().tolist(), *record.intervals[name].flatten().tolist()]:
-                text = str(number) if isinstance(number, int) else in_digits(number)
-                assert number != number or text in cells
-    assert {"wp", "pq", "ww", "Abbreviation", "quantity", "low", "high"} <= set(cells)
 
 
 def test_settings_and_shared_info_come_last(tmp_path: Path) -> None:
@@ -264,17 +269,6 @@ def test_the_title_is_that_of_the_window(prompt: al.records.PromptFlows, tmp_pat
         title = page.partition("<title>")[2].partition("</title>")[0]
         assert "<" not in title and unescape(title) == EVIL
     assert [unescape(each) for each in re.findall("<h1>(.*?)</h1>", report)] == [EVIL]
-
-
-@pytest.mark.slow("many passes")
-def test_the_answer_comes_first(results: dict[str, Any], tmp_path: Path) -> None:
-    text = written(tmp_path, results)
-    places = ["This cannot be told", "Of 6 claims", '<svg class="forest"', "right class of"]
-    places += ['aria-label="Claims of the paper"', 'class="figure"']
-    assert [*map(text.index, places)] == sorted(map(text.index, places))
-    for claim in al.claims(results):
-        assert claim.statement in unescape(text)
-        assert claim.reason in unescape(text)
 
 
 @pytest.mark.slow("many passes")
