@@ -111,7 +111,7 @@ def test_outputs_of_another_width_are_refused(gpt2: Any) -> None:
 
 
 def test_heads_are_replaced_at_the_target_or_at_positions(gpt2: Any) -> None:
-    """tests/questions/test_mean_loss.py compares other positions with plain transformers."""
+    """tests/questions/test_integrated_flows.py compares other positions with plain transformers."""
     batches = al.sample_prompts(gpt2, "questions", queries=4, batch_size=2)
 
     def hooks(batch: al.PromptBatch, **where: Any) -> list[Any]:

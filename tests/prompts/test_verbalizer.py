@@ -122,18 +122,16 @@ def test_ties_are_counted_and_said(kind: str, tied: Any, gpt2: Any) -> None:
     count = int((first == second).sum())
     assert count > 0
     asked = [al.Accuracy(), al.AttentionAUCROC(), al.SegmentAttention()]
+    context = al.ContextComparison({"nothing": al.contexts.NoContext()}, repeats=0)
+    passes = (model.run_with_cache(batch.tokens) for batch in batches)
+    found: dict[str, Any] = {
+        "run": lambda: al.run(model, batches, asked, **QUIET),
+        "caches": lambda: al.caches.from_caches(asked, batches, passes, model=model, resamples=0),
+        "loyalty": lambda: {"accuracy": al.metrics.loyalty(logits, logits, tokens)},
+        "study": lambda: al.run(model, batches, [context], **QUIET),
+    }
     with pytest.warns(UserWarning, match=f"^{count} {EQUAL}, the highest") as told:
-        records: Any
-        if kind == "run":
-            records = al.run(model, batches, asked, **QUIET)
-        elif kind == "caches":
-            passes = (model.run_with_cache(batch.tokens) for batch in batches)
-            records = al.caches.from_caches(asked, batches, passes, model=model, resamples=0)
-        elif kind == "study":
-            context = al.ContextComparison({"nothing": al.contexts.NoContext()}, repeats=0)
-            records = al.run(model, batches, [context], **QUIET)
-        else:
-            records = {"accuracy": al.metrics.loyalty(logits, logits, tokens)}
+        records = found[kind]()
     assert len([each for each in told if EQUAL in str(each.message)]) == 1
     for name, record in records.items():
         expected = None if name == "segment_attention" else f"{count} of 4 prompts"
