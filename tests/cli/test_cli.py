@@ -269,9 +269,7 @@ def test_a_command_stores_everything_where_nothing_can_be_printed(
 
 @pytest.mark.slow("whole commands")
 @pytest.mark.usefixtures("analysis_made_before")
-def test_names_that_are_no_text_are_escaped(
-    done: Any, shallow_folder: Path, tmp_path: Path
-) -> None:
+def test_names_of_no_text_are_escaped(done: Any, shallow_folder: Path, tmp_path: Path) -> None:
     """A byte that is not UTF-8 is half of a surrogate pair in Python."""
     model = tmp_path / "model \x1b[31m red"
     model.symlink_to(shallow_folder)

@@ -112,9 +112,7 @@ def test_check_prints_its_table_if_metrics_fail(
 
 
 @pytest.mark.slow("whole commands")
-def test_a_model_without_prompts_is_refused(
-    call: Any, monkeypatch: Any, shallow_folder: Path
-) -> None:
+def test_a_model_without_prompts_is_told(call: Any, monkeypatch: Any, shallow_folder: Path) -> None:
     monkeypatch.setattr(check, "sample_prompts", Mock(side_effect=PromptError("words clash")))
     told = call("check", str(shallow_folder))
     assert told.status == 1 and f"{shallow_folder} cannot be analysed\n" in told.out

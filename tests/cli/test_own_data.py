@@ -277,9 +277,7 @@ def of_a_csv(monkeypatch: pytest.MonkeyPatch, shallow_folder: Path, tmp_path: Pa
     return ["a.csv", "--model", str(shallow_folder)]
 
 
-def test_label_words_that_say_nothing_are_told(
-    done: Any, no_analysis: Mock, of_a_csv: list[str]
-) -> None:
+def test_vague_label_words_are_told(done: Any, no_analysis: Mock, of_a_csv: list[str]) -> None:
     commas(frame(["same", "same same"]), Path("a.csv"))
     with pytest.warns(UserWarning, match="words ' A', ' B' begin with .* into labels of .*/a.t"):
         printed = done("run", *of_a_csv, "--queries", "4").err
@@ -287,9 +285,7 @@ def test_label_words_that_say_nothing_are_told(
 
 
 @pytest.mark.slow("whole commands")
-def test_repeated_texts_and_columns_are_told(
-    done: Any, no_analysis: Mock, of_a_csv: list[str]
-) -> None:
+def test_repeats_and_columns_are_told(done: Any, no_analysis: Mock, of_a_csv: list[str]) -> None:
     table = frame(["a", "b"])
     table = pd.concat([table, table[:3].assign(topic="b")]).rename(columns={"topic": "queue"})
     table["agent"] = [["p", "q"][(k + k // 16) % 2] for k in range(len(table))]

@@ -123,9 +123,7 @@ def test_low_precision_is_trained_in_float32(
 
 
 @pytest.mark.slow("trained contexts")
-def test_a_damaged_state_begins_again_and_a_forged_one_is_refused(
-    gpt2: Any, tmp_path: Path
-) -> None:
+def test_a_damaged_state_begins_again_a_forged_one_is_refused(gpt2: Any, tmp_path: Path) -> None:
     expected = trained(gpt2, folder=tmp_path)
     path = tmp_path / "training.safetensors"
     data = bytearray(path.read_bytes())
@@ -241,9 +239,7 @@ DIVERGING: dict[str, tuple[str, dict[str, Any]]] = {
 @pytest.mark.quick_cases("trained contexts", "prefix", "1-1-")
 @pytest.mark.parametrize("name", DIVERGING)
 @pytest.mark.parametrize(("check_every", "steps"), [(1, 1), (1, 4), (3, 1), (3, 4)])
-def test_divergence_gives_the_best_before(
-    gpt2: Any, name: str, check_every: int, steps: int
-) -> None:
+def test_divergence_gives_the_best(gpt2: Any, name: str, check_every: int, steps: int) -> None:
     """A check after the last step, or the next step, finds logits that are not finite."""
     batches, held_out = split(gpt2)
     kind, huge = DIVERGING[name]

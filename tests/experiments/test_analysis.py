@@ -170,9 +170,7 @@ def test_a_metric_that_fails_on_random_weights_leaves_the_others_their_numbers(g
 @pytest.mark.slow("many passes")
 @pytest.mark.filterwarnings("ignore:what .* holds is computed again")  # by what is put there
 @pytest.mark.usefixtures("patches_unseen", "one_seed")
-def test_it_goes_on_where_it_was_stopped(
-    gpt2: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_it_goes_on_if_stopped(gpt2: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     batches, options = prompts_of(gpt2), FEW | {"depth": 1, "draws": 1}
     whole = al.analyse(gpt2, batches, **options)
     with monkeypatch.context() as patched:

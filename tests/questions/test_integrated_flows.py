@@ -162,9 +162,7 @@ def test_signed_saliency_of_a_query_sums_to_0_where_a_norm_follows(gemma3: Any, 
 
 
 @pytest.mark.slow("many passes")
-def test_a_norm_after_the_attention_is_frozen(
-    hooked: Any, byte_level: Any, batch: al.PromptBatch
-) -> None:
+def test_norms_of_attention_are_frozen(hooked: Any, byte_level: Any, batch: al.PromptBatch) -> None:
     """A layer norm with a bias, which also takes the mean away, behind the output projection."""
     weights: Any = randomize(tiny_gpt2(len(byte_level)), seed=3, scale=0.3)
     for block in weights.transformer.h[1:]:

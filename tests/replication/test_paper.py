@@ -256,9 +256,7 @@ def test_shots_and_letters_are_other_prompts(model: Any, monkeypatch: pytest.Mon
 
 
 @pytest.mark.slow("many passes")
-def test_other_settings_are_isolations_and_directions(
-    model: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_other_depths_and_directions(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Depths that the model does not have, and directions without as many queries, are left out."""
     assert papers.DEPTHS == (1, 3, 5, 7) and papers.DIRECTIONS == (5, 10, 20, 50, 100, 200)
     monkeypatch.setattr(papers, "DIRECTIONS", (1, 3, 12))

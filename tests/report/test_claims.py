@@ -118,9 +118,8 @@ def isolation(gap: float = 0.5, low: float = 0.2, high: float = 0.7, **info: Any
 
 
 def at_all_sites(*records: Any) -> Any:
-    names = records[0].axes()
-    fields: Any = {name: [getattr(record, name) for record in records] for name in names}
-    fields = {name: torch.cat(values, dim=-1) for name, values in fields.items()}
+    tensors = [record.tensors() for record in records]
+    fields = {name: torch.cat([each[name] for each in tensors], dim=-1) for name in tensors[0]}
     gaps = torch.cat([record.intervals["label_gap"] for record in records], dim=-1)
     sites = {name: site for record in records for name, site in record.info["sites"].items()}
     assert len(sites) == len(records)

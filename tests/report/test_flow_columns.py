@@ -246,9 +246,7 @@ def test_a_long_text_has_the_strongest_tokens_and_says_their_share(
     assert sum(page.layers[0][3].shares) == pytest.approx(1, abs=0.01)  # of all tokens
 
 
-def test_what_reads_nothing_has_no_strongest_tokens(
-    gpt2: Any, flows: al.records.StepFlowsRecord
-) -> None:
+def test_what_reads_nothing_has_no_strongest(gpt2: Any, flows: al.records.StepFlowsRecord) -> None:
     alone = al.PromptBatch.from_segments(TOKENS, [[0, 1] + [-1] * 8], ["first", "answer"])
     page = al.plot_answer(al.step_flows(gpt2, alone, "answer"))
     assert page.positions == [1]

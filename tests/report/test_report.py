@@ -108,9 +108,7 @@ def written(folder: Path, results: Mapping[str, Any], **options: Any) -> str:
 
 
 @pytest.mark.slow("many passes")
-def test_one_file_has_the_answer_first_and_all_numbers(
-    results: dict[str, Any], tmp_path: Path
-) -> None:
+def test_one_file_has_the_answer_and_all_numbers(results: dict[str, Any], tmp_path: Path) -> None:
     path = write(tmp_path, results)
     assert [file.name for file in tmp_path.iterdir()] == ["report.html"]
     page = Page(path)
@@ -357,9 +355,7 @@ def test_headings_are_in_order(prompt: al.records.PromptFlows, tmp_path: Path) -
         assert figures and all(of["role"] == "img" and of["aria-label"] for of in figures)
 
 
-def test_a_word_is_explained_where_it_is_first(
-    prompt: al.records.PromptFlows, tmp_path: Path
-) -> None:
+def test_words_are_explained_at_first(prompt: al.records.PromptFlows, tmp_path: Path) -> None:
     made = dict(made_up_records())
     flows, contexts = made["SaliencyFlowsRecord"], made["ContextsRecord"]
     distances = made["AnchorDistancesRecord"]
