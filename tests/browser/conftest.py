@@ -19,5 +19,4 @@ def browser() -> Iterator[Any]:
 
 @pytest.fixture(params=[(WIDE, "light"), (PHONE, "dark")], ids=["wide, light", "phone, dark"])
 def screen(request: pytest.FixtureRequest) -> Any:
-    """Size and colour scheme."""
     return request.param

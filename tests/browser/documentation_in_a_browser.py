@@ -46,8 +46,6 @@ LONGEST = 25_000  # pixels, on a wide screen
 
 
 class Quiet(SimpleHTTPRequestHandler):
-    """Answers without a line for each request."""
-
     def log_message(self, format: str, *args: Any) -> None: ...
 
 
@@ -98,7 +96,6 @@ def test_pages_are_accessible_and_fit_the_screen(address: str, browser: Any, scr
 
 
 def test_search_finds_the_words_that_people_use(address: str, browser: Any) -> None:
-    """The search of the site itself, which its pages start as a worker."""
     wanted = {query: page for page, of_page in FOUND_FIRST.items() for query in of_page.split(", ")}
     with visited(browser, address, WIDE) as visit:
         assert visit.evaluate(SEARCH, [*wanted]) == wanted

@@ -27,7 +27,6 @@ MODEL = "a-model"
 
 @pytest.fixture(scope="module")
 def report(byte_level: Any, hooked: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A report of two tasks, each with a prompt, all metrics and a sweep."""
     model = hooked(tiny_gpt2(len(byte_level)), byte_level)
     batches = questions(model, count=12)
     options: dict[str, Any] = {"progress": False, "resamples": 20}
@@ -48,7 +47,6 @@ def report(byte_level: Any, hooked: Any, tmp_path_factory: pytest.TempPathFactor
 
 @contextmanager
 def drawn(*given: Any) -> Iterator[Any]:
-    """A visit that begins when all figures are drawn."""
     with visited(*given) as page:
         page.wait_for_function("document.querySelectorAll('.js-plotly-plot').length === 8")
         yield page

@@ -38,7 +38,6 @@ COMMANDS["run file"] = ["run", "photos.csv", *QUICK]
 
 @pytest.fixture
 def data(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Where the command runs: files of each kind for ``run``, and folders for ``paper``."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("anchorlens.cli.path.load_model", None)
     for name, rows in FILES.items():
@@ -184,9 +183,7 @@ def test_numbers_out_of_range_are_usage_errors(call: Any, option: str, value: st
         ("fewer, or build_prompts(..., drop_too_long=True)", "--shots", "fewer"),
     ],
 )
-def test_an_argument_is_told_as_the_option_that_a_command_has(
-    message: str, option: str, told: str
-) -> None:
+def test_an_argument_is_told_as_an_option(message: str, option: str, told: str) -> None:
     assert (told or message) in in_words_of_the_command(message, [option])
 
 

@@ -103,9 +103,7 @@ def launched(arguments: list[str], folder: Path) -> tuple[str, str]:
 
 @pytest.mark.slow("whole commands")
 @pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
-def test_two_processes_write_the_same_as_one(
-    done: Any, shallow_folder: Path, tmp_path: Path
-) -> None:
+def test_two_processes_write_as_one(done: Any, shallow_folder: Path, tmp_path: Path) -> None:
     arguments = ["run", "--model", str(shallow_folder), "--task", "questions", *QUICK]
     arguments += ["--batch-size", "5", "--out"]
     out, error = launched([*arguments, str(tmp_path / "two")], tmp_path)

@@ -22,7 +22,7 @@ from anchorlens.prompts.own_data import layout_of, words_of, words_that_say_noth
 from tests.support.chat_tokenizers import chat_tokenizer
 
 pytestmark = pytest.mark.filterwarnings(  # of few queries
-    *("ignore:in . of . sets", "ignore:some pairs", "ignore:in layers", "ignore:intervals of"),
+    *("ignore:in . of . sets", "ignore:some pairs", "ignore:in layers", "ignore:intervals "),
     *("ignore:no result for", "ignore:the label words"),
 )
 TWENTY = [f"{first}{second}" for first in "abcd" for second in "klmno"]
@@ -105,6 +105,10 @@ def test_columns_and_classes_may_be_given(tmp_path: Path) -> None:
     found = chosen(path, label_column="kind", text_column="date", classes=["y", "x"])
     assert found.task == al.Task("Date: {text}\nKind:{label}", labels=[" y", " x"])
     assert found.examples.pool[0] == al.Example("2026-01-01", 1)
+    # A chat has answers without a space.
+    commas(frame(["not_yet", "done"]), path := tmp_path / "a.csv")
+    expected = al.ChatTask("Message: {text}\nTopic:{label}", labels=["done", "not yet"])
+    assert chosen(path, chat=True).task == expected
 
 
 def test_dates_are_no_classes_unless_they_are_named(tmp_path: Path) -> None:
@@ -137,12 +141,6 @@ def test_classes_of_json_may_be_numbers_with_a_point_or_truths_but_no_lists(tmp_
             chosen(path, label_column="topic")
 
 
-def test_a_chat_has_answers_without_a_space(tmp_path: Path) -> None:
-    commas(frame(["not_yet", "done"]), path := tmp_path / "a.csv")
-    expected = al.ChatTask("Message: {text}\nTopic:{label}", labels=["done", "not yet"])
-    assert chosen(path, chat=True).task == expected
-
-
 def test_all_problems_of_a_file_are_one_error(call: Any, tmp_path: Path) -> None:
     table = frame(["a", "b", "c"]).loc[:11]
     table.loc[2, "topic"] = None
@@ -163,7 +161,6 @@ def test_all_problems_of_a_file_are_one_error(call: Any, tmp_path: Path) -> None
 
 
 def tickets(**columns: Any) -> pd.DataFrame:
-    """Customers' letters with their queue and, for some, the agent."""
     rows = range(120)
     made = {
         "id": [f"3fa85f64-{k:04d}-facade" for k in rows],
@@ -203,9 +200,7 @@ def test_columns_without_gaps_and_with_sentences_come_first(
     assert (layout.text, layout.label) == (text, label)
 
 
-def test_an_error_names_the_columns_and_deletes_nothing_that_another_column_has(
-    tmp_path: Path,
-) -> None:
+def test_an_error_names_the_columns_and_those_without_gaps(tmp_path: Path) -> None:
     commas(tickets(), path := tmp_path / "tickets.csv")
     with pytest.raises(DataError) as caught:
         chosen(path, label_column="agent", queries=500)
@@ -282,9 +277,7 @@ def of_a_csv(monkeypatch: pytest.MonkeyPatch, shallow_folder: Path, tmp_path: Pa
     return ["a.csv", "--model", str(shallow_folder)]
 
 
-def test_the_command_shows_label_words_and_warns_of_those_that_say_nothing(
-    done: Any, no_analysis: Mock, of_a_csv: list[str]
-) -> None:
+def test_vague_label_words_are_told(done: Any, no_analysis: Mock, of_a_csv: list[str]) -> None:
     commas(frame(["same", "same same"]), Path("a.csv"))
     with pytest.warns(UserWarning, match="words ' A', ' B' begin with .* into labels of .*/a.t"):
         printed = done("run", *of_a_csv, "--queries", "4").err
@@ -292,9 +285,7 @@ def test_the_command_shows_label_words_and_warns_of_those_that_say_nothing(
 
 
 @pytest.mark.slow("whole commands")
-def test_the_command_warns_of_repeated_texts_and_of_other_columns_that_may_be_meant(
-    done: Any, no_analysis: Mock, of_a_csv: list[str]
-) -> None:
+def test_repeats_and_columns_are_told(done: Any, no_analysis: Mock, of_a_csv: list[str]) -> None:
     table = frame(["a", "b"])
     table = pd.concat([table, table[:3].assign(topic="b")]).rename(columns={"topic": "queue"})
     table["agent"] = [["p", "q"][(k + k // 16) % 2] for k in range(len(table))]
@@ -325,9 +316,7 @@ def test_a_task_file_that_was_changed_is_not_written_over(failed: Any, of_a_csv:
     ("name", "header", "row"),
     [("tabs.tsv", "mail\tkind", "text {}, long\t{}"), ("comma.csv", "a,mail;kind", "text {};{}")],
 )
-def test_columns_are_separated_by_what_is_in_the_first_lines(
-    tmp_path: Path, name: str, header: str, row: str
-) -> None:
+def test_first_lines_tell_the_separator(tmp_path: Path, name: str, header: str, row: str) -> None:
     lines = [header, *(row.format(k, "ab"[k % 2]) for k in range(8))]
     (tmp_path / name).write_text("\n".join(lines))
     found = chosen(tmp_path / name)
@@ -361,9 +350,7 @@ def test_the_next_command_has_the_same_data_and_no_more_queries_than_there_are(
 
 
 @pytest.mark.slow("whole commands")
-def test_of_one_query_a_metric_fails_alone_and_no_one_knows_whether_the_task_is_too_hard(
-    done: Any, of_a_csv: list[str]
-) -> None:
+def test_of_one_query_a_metric_fails_alone(done: Any, of_a_csv: list[str]) -> None:
     given = ["run", *of_a_csv, "--queries", "1", "--draws", "1", "--out", "out", "--quiet"]
     with pytest.warns(UserWarning, match="no result for anchor_distances"):
         reason, command = next_command(done(*given))
@@ -373,9 +360,7 @@ def test_of_one_query_a_metric_fails_alone_and_no_one_knows_whether_the_task_is_
 
 
 @pytest.mark.slow("whole commands")
-def test_paper_takes_a_file_and_has_no_published_values_for_it(
-    done: Any, paper_parts: Mock, of_a_csv: list[str]
-) -> None:
+def test_paper_takes_a_file(done: Any, paper_parts: Mock, of_a_csv: list[str]) -> None:
     table = pd.concat([frame(["a", "b", "c"])] * 2)
     commas(table.assign(message=[f"text {k}" for k in range(30)]), Path("a.csv"))
     options = ["--text-column", "message", "--out", "out", "--seed", "1"]

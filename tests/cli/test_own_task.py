@@ -37,7 +37,6 @@ CHAT_FILE = TASK_FILE.replace('" no", " yes"', '"no", "yes"') + "chat = true\n"
 
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A csv file with its own column names, and a task file beside it."""
     rows = [f'"film {k}, a film",{("neg", "pos")[k % 2]}' for k in range(40)]
     (tmp_path / "reviews.csv").write_text("\n".join(["review,verdict", *rows]))
     (tmp_path / "film.toml").write_text(TASK_FILE)
@@ -58,9 +57,7 @@ def read(text: str) -> tuple[al.Task, Any]:
 
 @pytest.mark.slow("whole commands")
 @pytest.mark.filterwarnings("ignore:in . of . sets", "ignore:some pairs", "ignore:in layers .0.")
-def test_one_command_analyses_a_csv_file_and_stores_its_task(
-    done: Any, shallow_folder: Path, folder: Path
-) -> None:
+def test_one_command_analyses_a_csv_file(done: Any, shallow_folder: Path, folder: Path) -> None:
     arguments = ["--task-file", "film.toml", "--out", "out", *QUICK, "--seed", "1,2", "--seed", "3"]
     arguments += ["--dtype", "float32", "--device", "cpu", "--gradient-checkpointing"]
     done("run", "--model", str(shallow_folder), *arguments)
@@ -89,9 +86,7 @@ def test_options_replace_entries_of_a_task_file_and_of_a_task(folder: Path) -> N
         assert found.examples.pool[:2] == [al.Example("a 0", 0), al.Example("a 1", 1)]
     assert found.task == al.TASKS["sentiment"] and found.name == "sentiment"
     assert chosen(task=str(folder / "film.toml")).name == "film"
-
-
-def test_a_task_file_may_replace_parts_of_a_task_of_the_package(folder: Path) -> None:
+    # A task file may replace parts of a task of the package.
     task, examples = read('task = "sentiment"\nlabels = [" A", " B"]\nseparator = "\\n\\n"')
     assert task == replace(al.TASKS["sst2"], labels=[" A", " B"], separator="\n\n")
     assert examples.pool == examples.tests == al.load_examples("sentiment")
@@ -99,10 +94,7 @@ def test_a_task_file_may_replace_parts_of_a_task_of_the_package(folder: Path) ->
 
 @pytest.mark.slow("whole commands")
 @pytest.mark.filterwarnings("ignore:in . of . sets")
-def test_the_prompts_of_a_chat_are_those_of_the_task_in_python(
-    done: Any, no_analysis: Mock, folder: Path
-) -> None:
-    """Whose tokens are those of the chat template: see tests/prompts/test_chat.py."""
+def test_prompts_of_a_chat_are_those_in_python(done: Any, no_analysis: Mock, folder: Path) -> None:
     tokenizer = chat("Qwen")
     saved(tiny_gpt2(len(tokenizer), n_layer=2), tokenizer, folder / "model")
     (folder / "chat.toml").write_text(CHAT_FILE + 'instructions = "Judge films."')
@@ -175,9 +167,7 @@ def test_a_data_set_of_the_hub_has_columns_and_splits(monkeypatch: Any, folder: 
         (TASK_FILE.replace('"review"', '"body"'), "but not ['body']; name the right ones (text= "),
     ],
 )
-def test_mistakes_in_a_task_file_name_the_file_or_the_entry(
-    folder: Path, text: str, words: str
-) -> None:
+def test_mistakes_in_a_task_file_name_the_entry(folder: Path, text: str, words: str) -> None:
     with pytest.raises(AnchorlensError) as caught:
         read(text)
     assert words in str(caught.value)
@@ -188,9 +178,7 @@ ARGUMENTS = ["--queries", "2", "--draws", "1", "--depth", "1", "--quiet"]
 
 @pytest.mark.slow("whole commands")
 @pytest.mark.filterwarnings("ignore::UserWarning")
-def test_a_table_with_images_is_analysed(
-    tmp_path: Path, monkeypatch: Any, done: Any, failed: Any
-) -> None:
+def test_a_table_may_have_images(tmp_path: Path, monkeypatch: Any, done: Any, failed: Any) -> None:
     monkeypatch.chdir(tmp_path)
     lines = ["photo,question,answer"]
     for k in range(8):

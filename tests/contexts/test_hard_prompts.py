@@ -1,4 +1,4 @@
-"""Hard prompts: projection, search, text, and prompts with inserted tokens."""
+"""Hard prompts: projection, search, inserted tokens, and their text, also in other models."""
 
 from copy import deepcopy
 from dataclasses import replace
@@ -9,6 +9,7 @@ from unittest.mock import Mock
 
 import pytest
 import torch
+from tokenizers.normalizers import Lowercase
 from torch import Tensor
 
 import anchorlens as al
@@ -16,12 +17,16 @@ from anchorlens.contexts import hard_prompt_search, hard_prompts
 from anchorlens.contexts.embedded import embeddings_of
 from anchorlens.contexts.hard_prompt_search import NearestTokens, SearchedTokens
 from anchorlens.contexts.protocol import bos_of, queries_after
-from anchorlens.errors import ModelError, NotFiniteError
+from anchorlens.contexts.training import query_digests
+from anchorlens.errors import AnchorlensError, ModelError, NotFiniteError
 from anchorlens.passes.forward import run_pass
 from anchorlens.prompts.batch import check_batch
 from anchorlens.prompts.token_texts import plain_tokens
-from tests.support.measures import difference
-from tests.support.tiny_models import questions, tiny_llama
+from tests.support.asked import ask
+from tests.support.measures import difference, does_not_run
+from tests.support.plain_prompts import rows
+from tests.support.printed_code import printed
+from tests.support.tiny_models import LONG_LABELS, questions, tiny_gpt2, tiny_llama
 from tests.support.trained_contexts import halves, train_hard_prompt
 
 SGD = partial(torch.optim.SGD, lr=30.0)
@@ -38,9 +43,7 @@ def best_of_all(points: Tensor, table: Tensor, allowed: Any = True) -> Tensor:
     return cosines.masked_fill(~torch.as_tensor(allowed), -2).argmax(1)
 
 
-def test_the_projection_equals_a_full_cosine_and_is_idempotent(
-    gemma3: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_projection_equals_a_full_cosine(gemma3: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """In parts of a large vocabulary, which is neither copied nor normalised."""
     monkeypatch.setattr(hard_prompt_search, "_TOKENS_AT_ONCE", 700)
     count = len(gemma3.W_E)
@@ -56,7 +59,7 @@ def test_the_projection_equals_a_full_cosine_and_is_idempotent(
     assert not torch.equal((points @ gemma3.W_E.T).masked_fill(~allowed, -99).argmax(1), ids)
 
 
-def test_of_equal_embeddings_the_lowest_allowed_token_is_nearest() -> None:
+def test_of_equal_embeddings_the_lowest_is_nearest_and_of_almost_equal_ones_the_nearest() -> None:
     generator = torch.Generator().manual_seed(1)
     table = torch.randn(101, 37, generator=generator)
     for twin in (100, 64, 33, 20):
@@ -65,10 +68,6 @@ def test_of_equal_embeddings_the_lowest_allowed_token_is_nearest() -> None:
     allowed[[8, 20]] = False
     points = table[8] + 0.05 * torch.randn(40, 37, generator=generator)
     assert NearestTokens(table, table.norm(dim=1), allowed).ids(points).unique().tolist() == [33]
-
-
-def test_of_almost_equal_embeddings_the_nearest_is_found_whatever_the_length_of_p() -> None:
-    generator = torch.Generator().manual_seed(2)
     row = torch.randn(37, generator=generator)
     table = row + 2e-7 * torch.randn(60, 37, generator=generator)
     points = row + 0.5 * torch.randn(40, 37, generator=generator)
@@ -109,9 +108,7 @@ def test_only_plain_tokens_among_those_of_the_user_are_found(gpt2: Any) -> None:
     assert float(given.training.best_accuracy) == float(prompt.training.best_accuracy)
 
 
-def test_plain_tokens_are_those_that_survive_decoding_and_encoding(
-    sentencepiece_like: Any, byte_level: Any
-) -> None:
+def test_plain_tokens_are_encoded_as_they_were(sentencepiece_like: Any, byte_level: Any) -> None:
     size = len(sentencepiece_like)
     plain = plain_tokens(sentencepiece_like, size + 100)
     names = sentencepiece_like.convert_ids_to_tokens(range(size))
@@ -124,9 +121,7 @@ def test_plain_tokens_are_those_that_survive_decoding_and_encoding(
         survives = byte_level(text)["input_ids"] == [token] and token != byte_level.eos_token_id
         assert bool(byte_plain[token]) == survives
     assert not byte_plain[byte_level.convert_tokens_to_ids("Ã")], "a part of a character"
-
-
-def test_unused_tokens_are_not_plain(byte_level: Any) -> None:
+    # Unused tokens are not plain.
     tokenizer, size = deepcopy(byte_level), len(byte_level)
     assert plain_tokens(tokenizer, size + 3)[size:].tolist() == [False] * 3
     tokenizer.add_tokens(["<unused7>", "abcabc"])
@@ -314,9 +309,7 @@ def test_random_prompts_are_plain_and_seeded(gpt2: Any) -> None:
 
 @pytest.mark.parametrize("side", ["left", "right"])
 @pytest.mark.parametrize("model", ["gpt2", "llama"], indirect=True)
-def test_inserted_tokens_give_the_prompts_that_a_text_before_them_gives(
-    model: Any, side: Any
-) -> None:
+def test_inserted_tokens_give_the_prompts_of_a_text_before_them(model: Any, side: Any) -> None:
     batch = questions(model, 3, padding_side=side)[0]
     words = "What is it?\n"
     ids = model.tokenizer(words, add_special_tokens=False)["input_ids"]
@@ -341,3 +334,96 @@ def test_embeddings_that_are_no_multiple_of_the_table_are_refused(gpt2: Any) -> 
     )
     with pytest.raises(ModelError, match="is no multiple of the rows of W_E"):
         searched(gpt2, start=[300])
+
+
+def right(model: Any, batches: list[al.PromptBatch], before: list[int]) -> torch.Tensor:
+    """1 for each query that the plain model answers right after these tokens, one at a time."""
+    words, answers = batches[0].label_token_ids, list[bool]()
+    for row in rows(batches):
+        bos = row.tokens[: int(batches[0].begins_with_bos)]
+        tokens = torch.tensor([[*bos, *before, *row.tokens[row.query_start : row.target + 1]]])
+        with torch.no_grad():
+            logits = model.original_model(input_ids=tokens).logits[0, -1]
+        answers.append(int(logits[words].argmax()) == row.gold)
+    return torch.tensor(answers).double()
+
+
+@pytest.mark.slow("trained contexts")
+@pytest.mark.filterwarnings("ignore:.*intervals of")
+def test_a_text_answers_in_each_model_as_in_plain_passes(gpt2: Any, gemma3: Any) -> None:
+    in_model = printed("own_context.md", "in_model")
+    prompt = hard_prompts.of_tokens(gpt2, [300, 411, 352, 17], held_out=questions(gpt2, 14))
+    seen = set()
+    for model in (gpt2, gemma3):
+        batches = questions(model, 14, batch_size=7)
+        record = in_model(prompt, model, batches, draws=3)
+        ids = model.tokenizer(prompt.text, add_special_tokens=False)["input_ids"]
+        read = hard_prompts.of_text(model, prompt.text, held_out=batches)
+        assert read.ids.tolist() == ids and read.text == prompt.text and read.encodes_back
+        drawn = hard_prompts.random(model, held_out=batches, length=len(ids), draws=3)
+        random = torch.stack([right(model, batches, each.ids.tolist()) for each in drawn])
+        text, empty = (right(model, batches, before) for before in (ids, list[int]()))
+        for name, value in {
+            "accuracy": torch.stack([empty.mean(), text.mean()]),
+            "random_accuracy": random.mean(1),
+            "gain_over_first": torch.stack([torch.tensor(0.0), (text - empty).mean()]),
+            "gain_over_random": torch.stack([empty.mean(), text.mean()]) - random.mean(),
+        }.items():
+            torch.testing.assert_close(getattr(record, name).double(), value.double())
+        assert read.training.best_accuracy == record.accuracy[1].float()
+        seen |= {float(text.mean()), float(empty.mean()), *random.mean(1).tolist()}
+        for name in ("gain_over_first", "gain_over_random"):
+            low, high = record.intervals[name][:, 1]
+            assert low < getattr(record, name)[1] < high
+    assert len(seen) > 3, "the models do not answer alike"
+
+
+@pytest.mark.slow("trained contexts")
+def test_what_a_model_cannot_read_is_an_error_before_any_pass(gpt2: Any, byte_level: Any) -> None:
+    held_out = questions(gpt2, 4)
+    ids = byte_level("Say What", add_special_tokens=False)["input_ids"]
+    prompt = hard_prompts.of_tokens(gpt2, ids, held_out=held_out)
+    used = replace(prompt, info={**prompt.info, "queries_in_training": query_digests(held_out)})
+    demos = [al.Example("a", 0), al.Example("b", 1)]
+    long = al.build_prompts(gpt2.tokenizer, LONG_LABELS, demos, [al.Example("c", 0)])
+    of_long = hard_prompts.of_tokens(gpt2, ids, held_out=long)
+    lower = deepcopy(byte_level)
+    lower.backend_tokenizer.normalizer = Lowercase()
+    fits = gpt2.cfg.n_ctx - 60
+    many = hard_prompts.of_tokens(gpt2, ids[:1] * fits, held_out=held_out)
+    short = al.load_model(tiny_gpt2(len(byte_level), n_positions=fits), tokenizer=byte_level)
+    for model, text, batches, tokenizer, message in (
+        (gpt2, prompt, held_out, lower, "cannot encode the text 'Say What': its tokens give 'say"),
+        (gpt2, "", held_out, None, "cannot encode the text '': .* a text that is empty"),
+        (gpt2, used, held_out, None, "4 of these queries trained or chose the hard prompt"),
+        (gpt2, prompt, long, None, r"labels \['Abbrev.*these queries have \['Table', 'Window'\]"),
+        (gpt2, of_long, long, None, "a label word has several tokens"),
+        (short, many, held_out, None, "use shorter queries, or a context with fewer"),
+    ):
+        with pytest.raises(AnchorlensError, match=message), does_not_run(model):
+            hard_prompts.of_text(model, text, held_out=batches, tokenizer=tokenizer)
+
+
+def test_the_queries_of_a_search_are_refused_after_its_text_too(gpt2: Any) -> None:
+    """Also if the text was read with other queries."""
+    held_out, others = questions(gpt2, 4, batch_size=2)
+    prompt = hard_prompts.of_tokens(gpt2, [300], held_out=[held_out])
+    used = replace(prompt, info={**prompt.info, "queries_in_training": query_digests([held_out])})
+    text = hard_prompts.of_text(gpt2, used, held_out=[others])
+    for asked in (
+        al.ContextComparison({"text": text}, repeats=0),
+        al.ContextComparison({"nothing": al.contexts.NoContext()}, random=[text], repeats=0),
+    ):
+        with pytest.raises(AnchorlensError, match="2 of these queries were used"):
+            al.run(gpt2, [held_out], [asked], progress=False, resamples=0)
+
+
+@pytest.mark.slow("trained contexts")
+def test_a_random_control_is_a_context_and_joins_those_that_are_drawn(gpt2: Any) -> None:
+    batches = questions(gpt2, 4, batch_size=2)
+    none, contexts = al.contexts.NoContext(), {"words": al.compress}
+    options: list[Any] = [{"draws": 2}, {"random": [none]}, {"draws": 2, "random": [none]}]
+    asked = (al.ContextComparison(contexts, repeats=0, **more) for more in options)
+    quiet: dict[str, Any] = {"progress": False, "resamples": 0}
+    drawn, given, both = (ask(gpt2, batches, each, **quiet).random_kl for each in asked)
+    assert torch.equal(both, torch.cat([given, drawn])) and len(both.unique()) == 3

@@ -94,9 +94,7 @@ def test_models_of_random_weights_are_run_beside_the_model(model: Any) -> None:
 
 @pytest.mark.slow("many passes")
 @pytest.mark.usefixtures("one_seed")
-def test_models_of_random_weights_are_left_out_where_not_wanted_or_large(
-    gpt2: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_when_random_weights_are_left_out(gpt2: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     batches, metrics = prompts_of(gpt2), [al.SaliencyFlows()]
     monkeypatch.setattr(random_weights, "MOST_PARAMETERS", 10)
     records = al.run(gpt2, batches, metrics, **FEW)
@@ -120,8 +118,6 @@ def test_models_of_random_weights_are_left_out_where_not_wanted_or_large(
 
 
 class MadeFromMore(GPT2LMHeadModel):
-    """A class whose models are not made from a configuration alone."""
-
     def __init__(self, config: Any, more: int) -> None:
         super().__init__(config)
         self.more = more
@@ -174,9 +170,7 @@ def test_a_metric_that_fails_on_random_weights_leaves_the_others_their_numbers(g
 @pytest.mark.slow("many passes")
 @pytest.mark.filterwarnings("ignore:what .* holds is computed again")  # by what is put there
 @pytest.mark.usefixtures("patches_unseen", "one_seed")
-def test_it_goes_on_where_it_was_stopped(
-    gpt2: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_it_goes_on_if_stopped(gpt2: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     batches, options = prompts_of(gpt2), FEW | {"depth": 1, "draws": 1}
     whole = al.analyse(gpt2, batches, **options)
     with monkeypatch.context() as patched:

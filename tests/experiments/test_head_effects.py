@@ -1,4 +1,4 @@
-"""Effects of heads and task vectors, against loops with raw hooks over single prompts."""
+"""Effects of heads, task vectors and what predictions follow, against loops over single prompts."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -111,7 +111,7 @@ def test_outputs_of_another_width_are_refused(gpt2: Any) -> None:
 
 
 def test_heads_are_replaced_at_the_target_or_at_positions(gpt2: Any) -> None:
-    """tests/questions/test_mean_loss.py compares other positions with plain transformers."""
+    """tests/questions/test_integrated_flows.py compares other positions with plain transformers."""
     batches = al.sample_prompts(gpt2, "questions", queries=4, batch_size=2)
 
     def hooks(batch: al.PromptBatch, **where: Any) -> list[Any]:
@@ -245,8 +245,58 @@ def test_vectors_of_other_models_and_positions_are_refused(gpt2: Any, llama: Any
     after = batch.after(int(batch.label_ends.min()) + 1)
     with pytest.raises(HookError, match=f"positions before {after.first_query}, from which on"):
         at_words.hooks(gpt2, after, 0, al.edges.anchors)
-
-
-def test_queries_of_both_lists_are_warned_of(gpt2: Any) -> None:
     with pytest.warns(UserWarning, match="2 queries are in both lists"):
         al.task_vectors(gpt2, prompts(gpt2, READ), prompts(gpt2, READ), **QUIET)
+
+
+DEMOS = al.sample_demonstrations(EXAMPLES, shots=3, seed=1)
+QUERIES = [example for example in EXAMPLES if example not in DEMOS]
+RELABELINGS = {
+    "gold": al.relabeling.gold,
+    "random": al.relabeling.random(0),
+    "flipped": al.relabeling.flipped(),
+    "symbols": al.relabeling.symbols([" A", " B", " C", " D", " E", " F"]),
+}
+
+
+def likeliest(model: Any, prompts: Any, words: torch.Tensor) -> int:
+    [(tokens, *_)] = prompts
+    return int(states.logits_at_end(model, tokens)[words].argmax())
+
+
+def given_classes(demos: Sequence[al.Example], how: Any, label: int | None) -> set[int | None]:
+    pairs = zip(demos, al.relabeling.relabel(demos, TASK, how)[1], strict=True)
+    return {new.label for old, new in pairs if old.label == label}
+
+
+def shares_by_hand(model: Any, sets: Any, queries: Any, how: Any) -> dict[str, float]:
+    answers: dict[str, list[bool]] = {name: [] for name in ("truth", "prior", "prompt", "override")}
+    tokenizer = model.tokenizer
+    for demos, query in zip(sets, queries, strict=True):
+        plain = al.build_prompts(tokenizer, TASK, demos, [query])
+        task, changed = al.relabeling.relabel(demos, TASK, how)
+        prompt = al.build_prompts(tokenizer, task, changed, [query])
+        z = likeliest(model, states.queries_alone(plain), plain[0].label_token_ids)
+        y = likeliest(model, states.alone(prompt), prompt[0].label_token_ids)
+        answers["truth"].append(y == query.label)
+        answers["prior"].append(y == z)
+        given = given_classes(demos, how, query.label)
+        if len(given) == 1:
+            answers["prompt"].append(given == {y})
+            if given != {query.label}:
+                answers["override"].append(given == {y} and y != z)
+    return {name: sum(of) / len(of) if of else torch.nan for name, of in answers.items()}
+
+
+@pytest.mark.slow("many passes")
+@pytest.mark.parametrize("shots", [1, 2])
+def test_dependence_on_labels_equals_loops_over_single_prompts(shots: int, model: Any) -> None:
+    queries, seeds = QUERIES[:7], range(7) if shots == 1 else [1] * 7
+    sets = [al.sample_demonstrations(EXAMPLES, shots=shots, seed=seed) for seed in seeds]
+    given = sets if shots == 1 else sets[0]
+    record = al.label_dependence(model, TASK, given, queries, RELABELINGS, batch_size=3, **QUIET)
+    for k, how in enumerate(RELABELINGS.values()):
+        for name, expected in shares_by_hand(model, sets, queries, how).items():
+            assert float(getattr(record, name)[k]) == pytest.approx(expected, nan_ok=True), name
+    assert torch.equal(record.change, record.truth - record.truth[0])
+    torch.testing.assert_close(record.correct.mean(0), record.truth)

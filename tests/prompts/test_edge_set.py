@@ -122,6 +122,12 @@ def test_a_set_cannot_be_edited(number: int, batch: al.PromptBatch) -> None:
 
 
 def test_edits_of_what_a_set_was_made_of_do_not_change_it(batch: al.PromptBatch) -> None:
+    edges = wp = al.edges.wp(batch)
+    edges |= al.edges.pq(batch)
+    assert torch.equal(edges, wp.table() | al.edges.pq(batch).table())
+    edges &= wp
+    assert torch.equal(edges, wp) and edges is not wp
+    assert torch.equal(wp, al.edges.wp(batch))
     queries, keys = al.edges.query(batch), al.edges.demonstrations(batch)
     own = own_table(batch)
     edges = al.edges.between(queries, keys) & own
@@ -137,15 +143,6 @@ def test_edits_of_what_a_set_was_made_of_do_not_change_it(batch: al.PromptBatch)
     before = [edges.table() for edges in named]
     batch.attention_mask.zero_()
     assert all(map(torch.equal, named, before))
-
-
-def test_joined_names_get_a_new_set(batch: al.PromptBatch) -> None:
-    edges = wp = al.edges.wp(batch)
-    edges |= al.edges.pq(batch)
-    assert torch.equal(edges, wp.table() | al.edges.pq(batch).table())
-    edges &= wp
-    assert torch.equal(edges, wp) and edges is not wp
-    assert torch.equal(wp, al.edges.wp(batch))
 
 
 def test_sets_made_in_inference_mode_work_outside(gpt2: Any) -> None:

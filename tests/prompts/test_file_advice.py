@@ -36,9 +36,7 @@ def error_of(path: Path, **options: Any) -> str:
 
 @OF_ENCODINGS
 @pytest.mark.parametrize("suffix", [".csv", ".jsonl"])
-def test_the_command_for_another_encoding_gives_its_texts(
-    tmp_path: Path, suffix: str, encoding: str, named: str
-) -> None:
+def test_the_advised_command_works(tmp_path: Path, suffix: str, encoding: str, named: str) -> None:
     path = tmp_path / f"my file{suffix}"
     lines = TABLE.to_json(orient="records", lines=True, force_ascii=False)
     written = lines if suffix == ".jsonl" else TABLE.to_csv(index=False)
@@ -196,9 +194,7 @@ def test_a_file_that_is_one_object_names_the_line_that_takes_its_rows(tmp_path: 
         al.load_examples(path)
     exec(str(error.value).partition("'data.content': ")[2], {})
     assert al.load_examples(tmp_path / "all-flat.json", text="data.content")[0].text == "a"
-
-
-def test_rows_with_fields_inside_name_the_call_that_flattens_them() -> None:
+    # Rows with fields inside name the call that flattens them.
     rows = [{"data": {"content": "a"}, "label": 0}]
     with raises(match=r"'data\.content': pandas\.json_normalize\(rows\)$"):
         al.load_examples(rows)

@@ -47,21 +47,15 @@ def write(path: Path, rows: Any, text: str = "text", label: str = "label") -> Pa
 
 @pytest.mark.parametrize("suffix", ["jsonl", "csv", "parquet"])
 def test_columns_and_classes_may_be_named(tmp_path: Path, suffix: str) -> None:
-    rows = [(text, ["bad", "good"][label]) for text, label in ROWS]
+    """And all rows of a long file are read."""
+    rows = [(text, ["bad", "good"][label]) for text, label in 50 * ROWS]
     path = write(tmp_path / f"file.{suffix}", rows, "sentence", "verdict")
     examples = al.load_examples(path, text="sentence", label="verdict", classes=["bad", "good"])
-    assert examples == EXAMPLES
+    assert examples == 50 * EXAMPLES
     swapped = al.load_examples(path, text="sentence", label="verdict", classes=["good", "bad"])
-    assert [example.label for example in swapped] == [1, 0, 0]
+    assert [example.label for example in swapped] == 50 * [1, 0, 0]
     path = write(tmp_path / "file.jsonl", [("a", 7), ("b", 3)])
     assert [example.label for example in al.load_examples(path, classes=[3, 7])] == [1, 0]
-
-
-@pytest.mark.parametrize("suffix", ["jsonl", "csv", "parquet"])
-def test_all_rows_of_a_long_file_are_read(tmp_path: Path, suffix: str) -> None:
-    rows = [(f"text {k}", k % 2) for k in range(150)]
-    examples = al.load_examples(write(tmp_path / f"file.{suffix}", rows))
-    assert [(example.text, example.label) for example in examples] == rows
 
 
 TABLE: dict[str, Any] = {"sentence": [text for text, _ in ROWS], "verdict": ["bad", "good", "good"]}
@@ -88,6 +82,10 @@ def test_rows_with_numbers_need_no_classes() -> None:
     assert al.load_examples(NUMBERS) == EXAMPLES
     [example] = al.load_examples([{"text": "a", "label": np.int64(1), "more": None}])
     assert example == al.Example("a", 1) and type(example.label) is int
+    with raises(match="rows are one split, but split='test' came"):
+        al.load_examples(NUMBERS, split="test")
+    with pytest.raises(AnchorlensError, match=r"several columns with the names .*; rename"):
+        al.sample_demonstrations(TWICE[0])
 
 
 NUMBERS: Any = pd.DataFrame(ROWS, columns=["text", "label"])
@@ -112,22 +110,13 @@ def test_rows_without_a_text_and_its_class_are_refused(rows: Any, message: str) 
         al.load_examples(rows)
 
 
-def test_rows_and_demonstrations_have_one_split_and_different_columns() -> None:
-    with raises(match="rows are one split, but split='test' came"):
-        al.load_examples(NUMBERS, split="test")
-    with pytest.raises(AnchorlensError, match=r"several columns with the names .*; rename"):
-        al.sample_demonstrations(TWICE[0])
-
-
 NAMES = ["x[1].jsonl", "s*.jsonl", "s?.csv", "a::b.jsonl", "{a,b}.parquet", "with space.json"]
 NAMES += ["Größe 😀.jsonl", "-x.csv", "50%.jsonl", "http:x.csv", "LOUD.JSONL", "Loud.Csv"]
 NAMES += ["LOUD.PARQUET", "sst2.jsonl", "x.jsonl.csv", "x.gz.csv"]
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_a_file_of_any_name_is_read(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
-) -> None:
+def test_files_of_any_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     for other in ("x1.jsonl", "sother.jsonl", "so.csv", "b.jsonl", "a.parquet"):
         write(tmp_path / other, [("another", 0)])
     write(tmp_path / name, ROWS)

@@ -107,9 +107,7 @@ def test_a_batch_shows_token_ids_without_a_tokenizer() -> None:
     assert [
         attributes.get("data-token") for tag, attributes in parsed.elements if tag == "strong"
     ] == [None, "1", "31"]  # the legend has no position
-
-
-def test_the_middle_of_a_long_prompt_is_left_out() -> None:
+    # The middle of a long prompt is left out.
     html = long_batch(5000)._repr_html_()
     parsed = Parsed(html)
     assert len(html) < 20_000

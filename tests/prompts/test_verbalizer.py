@@ -62,20 +62,17 @@ def test_scores_equal_those_by_hand(score: Any, dtype: torch.dtype) -> None:
     assert torch.autograd.gradcheck(al.prompts.Verbalizer(IDS, score).scores, given)
 
 
-def test_a_batch_without_several_words_scores_by_its_logits(byte_level: Any) -> None:
+def test_single_words_score_by_their_logits_or_by_a_function(byte_level: Any) -> None:
     (batch,) = al.build_prompts(byte_level, al.TASKS["sst2"], DEMOS, ["x"])
     assert batch.verbalizer == al.prompts.Verbalizer(batch.label_token_ids[:, None].tolist())
     logits = torch.randn(1, len(byte_level))
     assert torch.equal(batch.label_scores(logits), logits[:, batch.label_token_ids])
 
-
-def test_your_own_score_counts_for_single_words_too(byte_level: Any) -> None:
     def halved(log_probs: torch.Tensor, axis: int) -> torch.Tensor:
         return log_probs.sum(axis) / 2
 
     task = al.Task(TEMPLATE, [" Negative", " Positive"], score=halved)
     (batch,) = al.build_prompts(byte_level, task, DEMOS, ["x"])
-    logits = torch.randn(1, len(byte_level))
     expected = logits.log_softmax(-1)[:, batch.label_token_ids] / 2
     torch.testing.assert_close(batch.label_scores(logits), expected)
     assert "halved" in repr(batch.verbalizer) and "halved" in repr(task)
@@ -117,7 +114,7 @@ def tied(byte_level: Any) -> tuple[Any, list[al.PromptBatch]]:
 
 @pytest.mark.filterwarnings("ignore:in . of . sets of demonstrations")
 @pytest.mark.parametrize("kind", ["run", "caches", "loyalty", "study"])
-def test_ties_are_counted_and_said(kind: str, tied: Any) -> None:
+def test_ties_are_counted_and_said(kind: str, tied: Any, gpt2: Any) -> None:
     model, batches = tied
     logits = al.target_logits(model, batches, progress=False)
     tokens = batches[0].label_token_ids
@@ -125,23 +122,18 @@ def test_ties_are_counted_and_said(kind: str, tied: Any) -> None:
     count = int((first == second).sum())
     assert count > 0
     asked = [al.Accuracy(), al.AttentionAUCROC(), al.SegmentAttention()]
+    context = al.ContextComparison({"nothing": al.contexts.NoContext()}, repeats=0)
+    passes = (model.run_with_cache(batch.tokens) for batch in batches)
+    found: dict[str, Any] = {
+        "run": lambda: al.run(model, batches, asked, **QUIET),
+        "caches": lambda: al.caches.from_caches(asked, batches, passes, model=model, resamples=0),
+        "loyalty": lambda: {"accuracy": al.metrics.loyalty(logits, logits, tokens)},
+        "study": lambda: al.run(model, batches, [context], **QUIET),
+    }
     with pytest.warns(UserWarning, match=f"^{count} {EQUAL}, the highest") as told:
-        records: Any
-        if kind == "run":
-            records = al.run(model, batches, asked, **QUIET)
-        elif kind == "caches":
-            passes = (model.run_with_cache(batch.tokens) for batch in batches)
-            records = al.caches.from_caches(asked, batches, passes, model=model, resamples=0)
-        elif kind == "study":
-            context = al.ContextComparison({"nothing": al.contexts.NoContext()}, repeats=0)
-            records = al.run(model, batches, [context], **QUIET)
-        else:
-            records = {"accuracy": al.metrics.loyalty(logits, logits, tokens)}
+        records = found[kind]()
     assert len([each for each in told if EQUAL in str(each.message)]) == 1
     for name, record in records.items():
         expected = None if name == "segment_attention" else f"{count} of 4 prompts"
         assert record.info.get("ties") == expected
-
-
-def test_scores_that_differ_are_no_ties(gpt2: Any) -> None:
     assert "ties" not in al.run(gpt2, questions(gpt2, 2), [al.Accuracy()], **QUIET)["accuracy"].info

@@ -15,6 +15,7 @@ import anchorlens as al
 from anchorlens.errors import PromptError, RunError
 from anchorlens.passes.forward import run_pass
 from anchorlens.questions import context_comparison
+from tests.references import plain
 from tests.support.asked import ask
 from tests.support.made_up_records import made_up_record
 from tests.support.measures import difference, does_not_run
@@ -32,18 +33,11 @@ def plain_run(weights: Any, tokens: Tensor, start: int, dropped: Tensor) -> tupl
 
     From ``start`` on no token attends to the dropped positions.
     """
-    count = len(tokens)
-    allowed = torch.ones(count, count).tril().bool()
-    allowed[start:, dropped] = False
-    mask = torch.zeros(count, count).masked_fill(~allowed, torch.finfo(torch.float32).min)
-    with torch.no_grad():
-        out = weights(
-            tokens[None],
-            attention_mask=mask[None, None],
-            position_ids=torch.arange(count)[None],
-            output_attentions=True,
-            use_cache=False,
-        )
+    prompt = plain.Prompt(tokens[None], [], [], tokens, tokens)
+    cut = torch.zeros(3, len(tokens), len(tokens)).bool()  # in each layer
+    cut[:, start:, dropped] = True
+    with plain._Attention(prompt, cut=cut), torch.no_grad():
+        out = plain.forward(weights, prompt, output_attentions=True)
     return out.logits[0, -1].double(), torch.cat(out.attentions)[:, :, -1].double()
 
 
@@ -159,9 +153,7 @@ def test_of_equally_loyal_draws_the_first_is_the_best() -> None:
     assert context_comparison._best_draw(al.Contributions({"random_label_kept": kept})) == 1
 
 
-def test_a_time_is_the_median_of_a_query_after_a_pass_that_is_not_timed(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_time_is_the_median_after_an_untimed_pass(monkeypatch: pytest.MonkeyPatch) -> None:
     now, order = [0.0], list[str]()
 
     class Pass:
@@ -185,9 +177,7 @@ def test_a_time_is_the_median_of_a_query_after_a_pass_that_is_not_timed(
 
 
 @pytest.mark.slow("many passes")
-def test_times_are_those_of_the_contexts_on_the_batch_of_middle_length(
-    gpt2: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_times_are_of_a_batch_of_middle_length(gpt2: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     batches = sorted(questions(gpt2, 7, batch_size=1), key=lambda batch: batch.tokens.shape[1])
     timed: list[list[int]] = []
 
@@ -209,9 +199,7 @@ def test_times_are_those_of_the_contexts_on_the_batch_of_middle_length(
 
 
 @pytest.mark.slow("many passes")
-def test_stored_contributions_are_those_of_any_number_of_timed_passes(
-    gpt2: Any, tmp_path: Path
-) -> None:
+def test_stored_contributions_serve_any_number_of_timed_passes(gpt2: Any, tmp_path: Path) -> None:
     """Times are measured again by each call, and without controls a seed draws nothing."""
     batches = questions(gpt2, 4, batch_size=2)
     options = QUIET | {"folder": tmp_path}

@@ -149,9 +149,7 @@ def test_the_weights_of_an_additive_engine_predict_it(gpt2: Any, additive: Any, 
 
 
 @pytest.mark.slow("many passes")
-def test_intervals_are_paired_and_prompts_that_say_nothing_are_left_out(
-    gpt2: Any, additive: Any
-) -> None:
+def test_intervals_are_paired_and_silent_prompts_left_out(gpt2: Any, additive: Any) -> None:
     tau = additive(weights_of(24, 6), [True] * 20 + [False] * 4)
     noise = weights_of(24, 6, seed=1)
     scores = {"noisy": tau + noise, "more": tau + 1.2 * noise, "known": tau.clone()}
@@ -193,9 +191,7 @@ def test_more_choices_than_run_have_no_best_one(
 
 
 @pytest.mark.parametrize("count", [1, 2])
-def test_few_segments_have_drops_but_no_rank_correlation(
-    gpt2: Any, additive: Any, count: int
-) -> None:
+def test_few_segments_have_no_rank_correlation(gpt2: Any, additive: Any, count: int) -> None:
     tau, batches = additive(weights_of(4, count)), questions(gpt2, 4)
     of_all = al.edges.each_demonstration(batches[0])
     segments = {name: of_all[name] for name in list(of_all)[:count]}
@@ -296,9 +292,7 @@ class Reads(al.Metric):
 @pytest.mark.slow("many passes")
 @pytest.mark.every_kind
 @pytest.mark.usefixtures("kind_of_model")
-def test_a_written_answer_is_what_metrics_and_removals_explain(
-    gpt2: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_metrics_and_removals_explain_an_answer(gpt2: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     batch = misquoted(written(gpt2), [1])
     seen = spied(monkeypatch, segment_scores.SegmentScores, "of")
     scores: Any = {"own": Reads(), "signed": al.SegmentFlows(weight=al.weights.helpful)}
@@ -334,9 +328,7 @@ def test_a_written_answer_is_what_metrics_and_removals_explain(
 
 
 @pytest.mark.slow("many passes")
-def test_methods_are_not_tested_on_their_own_subsets(
-    gpt2: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_methods_are_tested_on_other_subsets(gpt2: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """A method that knows its subsets by heart and adds noise elsewhere would look perfect."""
     kept: list[Tensor] = []
 
@@ -355,9 +347,7 @@ def test_methods_are_not_tested_on_their_own_subsets(
 
 
 @pytest.mark.slow("many passes")
-def test_by_default_the_table_has_the_scores_of_the_paper_and_their_baselines(
-    gpt2: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_default_scores_and_their_baselines(gpt2: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(model: Any) -> None:
         raise ModelError("a norm comes before the output projection")
 

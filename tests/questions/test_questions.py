@@ -133,9 +133,7 @@ def passes_for(model: Any, batches: Any, asked: Sequence[al.Question], **options
 
 @pytest.mark.quick_cases("many passes", "False")
 @pytest.mark.parametrize("share", [True, False])
-def test_a_question_of_ones_own_starts_late_with_the_logits_of_whole_passes(
-    exact_gpt2: Any, share: bool
-) -> None:
+def test_a_late_start_gives_the_logits_of_whole_passes(exact_gpt2: Any, share: bool) -> None:
     batches = questions(exact_gpt2, 5, batch_size=2)
     options: dict[str, Any] = {"share_prefix": share, **QUIET}
     records, first_layer = [], []
@@ -155,9 +153,7 @@ def test_a_question_of_ones_own_starts_late_with_the_logits_of_whole_passes(
 
 
 @pytest.mark.parametrize("question", [*EXPERIMENTS, Moved()], ids=lambda each: each.name)
-def test_hooks_that_change_the_run_are_refused_before_any_pass(
-    gpt2: Any, question: al.Question
-) -> None:
+def test_hooks_that_change_the_run_are_refused(gpt2: Any, question: al.Question) -> None:
     hooks: Callable[..., Any] = lambda batch: al.isolate_labels(gpt2, batch, 0)  # noqa: E731
     batches = questions(gpt2, 2)
     message = f"{question.name} makes passes of its own, which do not have the hooks"

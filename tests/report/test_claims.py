@@ -118,10 +118,8 @@ def isolation(gap: float = 0.5, low: float = 0.2, high: float = 0.7, **info: Any
 
 
 def at_all_sites(*records: Any) -> Any:
-    """One sweep over the sites of several; all else of ``info`` is that of the first."""
-    names = records[0].axes()
-    fields: Any = {name: [getattr(record, name) for record in records] for name in names}
-    fields = {name: torch.cat(values, dim=-1) for name, values in fields.items()}
+    tensors = [record.tensors() for record in records]
+    fields = {name: torch.cat([each[name] for each in tensors], dim=-1) for name in tensors[0]}
     gaps = torch.cat([record.intervals["label_gap"] for record in records], dim=-1)
     sites = {name: site for record in records for name, site in record.info["sites"].items()}
     assert len(sites) == len(records)
@@ -377,9 +375,7 @@ def test_accuracy_counts_as_accuracy() -> None:
         ([5, 3, 4], 0.3, "use more demonstrations, or other label words"),
     ],
 )
-def test_what_to_try_follows_from_what_was_asked_and_answered(
-    queries: list[int], accuracy: float, advice: str
-) -> None:
+def test_advice_follows_from_the_answers(queries: list[int], accuracy: float, advice: str) -> None:
     found = Ability(Estimate(accuracy, 0.1, 1.0), queries, queries, ())  # of classes without names
     assert found.advice == advice and not found.is_clear
     assert found.why_unclear().endswith(f"({advice})")

@@ -72,8 +72,6 @@ def results(byte_level: Any, hooked: Any) -> dict[str, Any]:
 
 
 class Page(HTMLParser):
-    """The tags and table cells that a browser would find."""
-
     def __init__(self, path: Path) -> None:
         super().__init__()
         self.tags: list[tuple[str, dict[str, str | None]]] = []
@@ -110,16 +108,34 @@ def written(folder: Path, results: Mapping[str, Any], **options: Any) -> str:
 
 
 @pytest.mark.slow("many passes")
-def test_the_page_needs_no_other_file(results: dict[str, Any], tmp_path: Path) -> None:
+def test_one_file_has_the_answer_and_all_numbers(results: dict[str, Any], tmp_path: Path) -> None:
     path = write(tmp_path, results)
     assert [file.name for file in tmp_path.iterdir()] == ["report.html"]
-    for tag, attributes in Page(path).tags:
+    page = Page(path)
+    cells = page.cells
+    for tag, attributes in page.tags:
         assert tag not in ("link", "iframe", "img", "object", "embed") and "src" not in attributes
     text = path.read_text(encoding="utf-8")
     assert text.startswith("<!doctype html>")
     assert "<code>|A_h * dL/dA_h|</code>" in text and "&lt;code&gt;" not in text  # of a meaning
     assert text.count("* plotly.js (cartesian - minified) v") == 1  # once for all figures
     assert len(text) < 2_000_000
+    places = ["This cannot be told", "Of 6 claims", '<svg class="forest"', "right class of"]
+    places += ['aria-label="Claims of the paper"', 'class="figure"']
+    assert [*map(text.index, places)] == sorted(map(text.index, places))
+    for claim in al.claims(results):
+        assert claim.statement in unescape(text)
+        assert claim.reason in unescape(text)
+    for record in results.values():
+        for name, values in record.tensors().items():
+            if "prompt" in record.axes()[name]:
+                assert name not in cells
+                continue
+            assert cells.count(name) >= values.numel()
+            for number in [*values.flatten().tolist(), *record.intervals[name].flatten().tolist()]:
+                text = str(number) if isinstance(number, int) else in_digits(number)
+                assert number != number or text in cells
+    assert {"wp", "pq", "ww", "Abbreviation", "quantity", "low", "high"} <= set(cells)
 
 
 def figures_of(text: str) -> int:
@@ -131,9 +147,7 @@ def headings_of(text: str) -> list[str]:
 
 
 @pytest.mark.slow("many passes")
-def test_every_record_has_a_figure_and_those_of_the_user_replace_them_or_come_last(
-    results: dict[str, Any], tmp_path: Path
-) -> None:
+def test_figures_of_the_user_replace_or_follow(results: dict[str, Any], tmp_path: Path) -> None:
     replacement = go.Figure(layout={"title": {"text": "of my own"}})
     figures = {"more": go.Figure(), "loyalty": None, "isolation": replacement}
     bare, text = written(tmp_path, results), written(tmp_path, results, figures=figures)
@@ -143,21 +157,6 @@ def test_every_record_has_a_figure_and_those_of_the_user_replace_them_or_come_la
     assert figures_of(bare) == figures_of(text) == 5  # one is added, one removed, one replaced
     assert "of my own" in text and "What stays as it was" not in text
     assert len(figures) == 3
-
-
-@pytest.mark.slow("many passes")
-def test_all_numbers_are_on_the_page(results: dict[str, Any], tmp_path: Path) -> None:
-    cells = Page(write(tmp_path, results)).cells
-    for record in results.values():
-        for name, values in record.tensors().items():
-            if "prompt" in record.axes()[name]:
-                assert name not in cells
-                continue
-            assert cells.count(name) >= values.numel()
-            for number in [*values.flatten().tolist(), *record.intervals[name].flatten().tolist()]:
-                text = str(number) if isinstance(number, int) else in_digits(number)
-                assert number != number or text in cells
-    assert {"wp", "pq", "ww", "Abbreviation", "quantity", "low", "high"} <= set(cells)
 
 
 def test_settings_and_shared_info_come_last(tmp_path: Path) -> None:
@@ -230,10 +229,9 @@ def test_every_record_is_drawn_and_saved_with_and_without_intervals(tmp_path: Pa
             assert_same(al.Record.load(shown.save(tmp_path / name)), shown, 0)
 
 
-@pytest.fixture(scope="module")
-def prompt(byte_level: Any, hooked: Any) -> al.records.PromptFlows:
-    model = hooked(tiny_gpt2(len(byte_level)), byte_level)
-    return al.plot_prompt(model, questions(model, count=3)[0], prompt=1)
+@pytest.fixture
+def prompt(gpt2: Any) -> al.records.PromptFlows:
+    return al.plot_prompt(gpt2, questions(gpt2, count=3)[0], prompt=1)
 
 
 @pytest.mark.slow("many passes")
@@ -269,17 +267,6 @@ def test_the_title_is_that_of_the_window(prompt: al.records.PromptFlows, tmp_pat
         title = page.partition("<title>")[2].partition("</title>")[0]
         assert "<" not in title and unescape(title) == EVIL
     assert [unescape(each) for each in re.findall("<h1>(.*?)</h1>", report)] == [EVIL]
-
-
-@pytest.mark.slow("many passes")
-def test_the_answer_comes_first(results: dict[str, Any], tmp_path: Path) -> None:
-    text = written(tmp_path, results)
-    places = ["This cannot be told", "Of 6 claims", '<svg class="forest"', "right class of"]
-    places += ['aria-label="Claims of the paper"', 'class="figure"']
-    assert [*map(text.index, places)] == sorted(map(text.index, places))
-    for claim in al.claims(results):
-        assert claim.statement in unescape(text)
-        assert claim.reason in unescape(text)
 
 
 @pytest.mark.slow("many passes")
@@ -348,9 +335,7 @@ def test_a_ratio_has_a_logarithmic_axis_that_says_so_with_plain_numbers() -> Non
     assert "log scale" not in forest([replace(ratio, limit=0.5)])
 
 
-def test_headings_are_in_order_and_landmarks_have_names_of_their_own(
-    prompt: al.records.PromptFlows, tmp_path: Path
-) -> None:
+def test_headings_are_in_order(prompt: al.records.PromptFlows, tmp_path: Path) -> None:
     kinds = al.records.SaliencyFlowsRecord, al.records.ContextsRecord
     flows, contexts = map(made_up_record, kinds)
     task = {"flows": flows, "contexts": contexts, "one": prompt, "other": prompt}
@@ -370,9 +355,7 @@ def test_headings_are_in_order_and_landmarks_have_names_of_their_own(
         assert figures and all(of["role"] == "img" and of["aria-label"] for of in figures)
 
 
-def test_a_word_of_the_field_is_explained_where_it_stands_first(
-    prompt: al.records.PromptFlows, tmp_path: Path
-) -> None:
+def test_words_are_explained_at_first(prompt: al.records.PromptFlows, tmp_path: Path) -> None:
     made = dict(made_up_records())
     flows, contexts = made["SaliencyFlowsRecord"], made["ContextsRecord"]
     distances = made["AnchorDistancesRecord"]
@@ -436,9 +419,7 @@ def test_digests_of_queries_are_not_on_the_page(tmp_path: Path) -> None:
 PROMPTS = {"prompts": 12, "demonstration_sets": 1}
 
 
-def test_below_each_figure_stands_what_its_marks_are_and_of_how_many_prompts(
-    tmp_path: Path,
-) -> None:
+def test_captions_say_what_marks_are_and_of_how_many_prompts(tmp_path: Path) -> None:
     after = "12 prompts after one set of demonstrations."
     marks = {
         "SaliencyFlowsRecord": "Pale bands are 95 % intervals, from",
@@ -477,8 +458,8 @@ def test_of_what_intervals_speak_is_said_once_a_table(tmp_path: Path) -> None:
     assert caption.strip() == f"The paper's claims against this model. {said}"
     assert re.findall("For other .*?[.]", rows) == ["For other keys of these 4 classes."]
     contexts = made["ContextsRecord"]
-    page = Page(write(tmp_path, {"a": replace(contexts, info={**contexts.info, **info})}))
-    assert page.captions == [said]
+    contexts = replace(contexts, info={**contexts.info, **info})
+    assert Page(write(tmp_path, {"a": contexts})).captions == [said]
 
 
 def test_a_single_number_stands_in_a_sentence(tmp_path: Path) -> None:
@@ -512,16 +493,12 @@ def test_heads_can_be_chosen_if_each_has_arcs(gpt2: Any, monkeypatch: pytest.Mon
     assert shown.values()["n_heads"] == 0 and "head 0" not in shown.fragment()
 
 
-def test_a_prompt_needs_a_tokenizer_and_finite_saliency(byte_level: Any, hooked: Any) -> None:
-    model = hooked(tiny_gpt2(len(byte_level)), byte_level)
-    batch = questions(model, count=3)[0]
-    tokenizer, model.tokenizer = model.tokenizer, None
-    try:
-        with pytest.raises(PromptError, match="the model has no tokenizer"):
-            al.plot_prompt(model, batch)
-        shown = al.plot_prompt(model, batch, tokenizer=tokenizer)
-    finally:
-        model.tokenizer = tokenizer
+def test_a_prompt_needs_a_tokenizer_and_finite_saliency(gpt2: Any, monkeypatch: Any) -> None:
+    [batch], tokenizer = questions(gpt2, count=3), gpt2.tokenizer
+    monkeypatch.setattr(gpt2, "tokenizer", None)
+    with pytest.raises(PromptError, match="the model has no tokenizer"):
+        al.plot_prompt(gpt2, batch)
+    shown = al.plot_prompt(gpt2, batch, tokenizer=tokenizer)
     assert "".join(shown.tokens) == tokenizer.decode(batch.prompt(0).tokens[0])
     broken = torch.tensor([[0.0, 0.0], [torch.nan, 0.0]])
     found = StrongestFlows(count=3)

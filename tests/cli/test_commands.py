@@ -1,9 +1,11 @@
-"""`anchorlens across` and `anchorlens faithfulness`: tables, report, results, and resuming."""
+"""`anchorlens contexts`, `paper`, `across` and `faithfulness`: what they print and write."""
 
 import json
-from html import unescape
+from dataclasses import replace
+from html import escape, unescape
 from pathlib import Path
 from shutil import copytree, ignore_patterns
+from types import SimpleNamespace
 from typing import Any
 from unittest.mock import Mock
 
@@ -12,12 +14,166 @@ import pytest
 import torch
 
 import anchorlens as al
-from anchorlens.errors import DataError
+from anchorlens.cli.trained_contexts import training_of
+from anchorlens.errors import DataError, RunError
 from anchorlens.experiments import analysis
+from anchorlens.prompts import demonstration_sets
 from anchorlens.prompts.documents import read_documents
+from anchorlens.prompts.examples import BUNDLED
+from anchorlens.prompts.sampled import prompts_of_draws
 from tests.cli.conftest import saved
 from tests.support.asked import ask
 from tests.support.tiny_models import tiny_gpt2
+
+SMALL = ["--queries", "6", "--training", "4", "--held-out", "3", "--steps", "1", "--draws", "1"]
+COMMAND = ["contexts", "--task", "sentiment", "--length", "2", *SMALL]
+
+
+def test_trainings_have_the_options_of_the_command(tmp_path: Path) -> None:
+    options: Any = SimpleNamespace(steps=3, seed=7, quiet=True)
+    assert training_of("soft prompt", options, tmp_path) == al.contexts.Training(
+        steps=3, seed=7, folder=tmp_path / "soft_prompt", progress=False
+    )
+
+
+@pytest.mark.slow("whole commands")
+@pytest.mark.filterwarnings("ignore:intervals of")
+def test_contexts_are_trained_compared_and_reported(
+    done: Any, monkeypatch: Any, into_folder: list[str], tmp_path: Path
+) -> None:
+    def with_long_words(*given: Any, **options: Any) -> list[al.PromptBatch]:
+        batches = prompts_of_draws(*given, **options)
+        return [replace(batch, label_ends=batch.label_positions + 1) for batch in batches]
+
+    monkeypatch.setattr("anchorlens.cli.work.prompts_of_draws", with_long_words)
+    printed = done(*COMMAND, *into_folder, "--json", "--other-tokens")
+    assert "the search starts from the first token of each label word" in printed.err
+    record = al.records.ContextsRecord.load(tmp_path / "sentiment" / "contexts.safetensors")
+    names = ["none", "demonstrations", "anchors only", "re-weighted"]
+    assert list(record.info["contexts"]) == [*names, "soft prompt", "hard prompt", "prefix"]
+    assert record.random_accuracy.shape == (1,) and record.info["control"] == "random_and_format"
+    assert "no prefix from anchors: positions cannot be rebased" in printed.err
+    assert "factors of the label words (5 of 7): 100%|" in printed.err
+    (printed_values,) = json.loads(printed.out)["tasks"]
+    values = printed_values["contexts"]
+    assert values["kl"]["anchors only"]["value"] == float(record.kl[2])
+    low, high = record.intervals["accuracy"][:, 2].tolist()
+    assert values["accuracy"]["anchors only"]["interval"] == [low, high]
+    prefix: Any = al.contexts.PrefixContext.load(tmp_path / "sentiment" / "prefix.safetensors")
+    assert len(prefix.tokens) == 2 and len(prefix.training.losses) == 1
+    hard_prompt = al.contexts.HardPrompt.load(tmp_path / "sentiment" / "hard_prompt.safetensors")
+    assert printed_values["texts"] == {"hard prompt": hard_prompt.text}
+    assert f"hard prompt: {hard_prompt.text!r}" in printed.err
+    page = (tmp_path / "report.html").read_text()
+    assert f"<td>{escape(hard_prompt.text)}</td>" in page
+    assert ">Training, prefix</h3>" in page
+    table = record.table()
+    whole = table.loc["demonstrations"]  # known by definition, so that there is no interval
+    names = ["gain over demonstrations", "label loyalty", "KL in nats"]
+    assert [whole[name].removesuffix(" [0.00, 0.00]") for name in names] == ["0", "1", "0.00"]
+    assert table["gain over the first"].iloc[0] == "0"
+    assert printed_values["answer"]["sentence"].startswith("This cannot be told: the model")
+    assert escape(printed_values["answer"]["limits"]) in page and "<strong>Next:</strong>" in page
+
+    others = al.records.ContextsRecord.load(tmp_path / "sentiment" / "other_tokens.safetensors")
+    scores = ("small keys", "large values", "heavy hitters", "most read")
+    names = ["label words and format", *(f"{score}, one set" for score in scores)]
+    assert list(others.info["contexts"]) == names
+    assert others.kl[0] == record.kl[2] and (others.bytes_stored == record.bytes_stored[2]).all()
+    assert others.kl.unique().numel() == 5 and others.random_kl.shape == (1,)
+    assert "ms a query" not in others.table().columns
+    gain = printed_values["other_tokens"]["gain_over_first"]["most read, one set"]
+    assert gain["value"] == pytest.approx(float(others.accuracy[4] - others.accuracy[0]))
+    assert ">Other tokens</h3>" in page and "heavy hitters, one set" in page
+
+
+def test_contexts_too_long_for_the_model_are_refused_before_weights_are_loaded(
+    call: Any, failed: Any, monkeypatch: Any, into_folder: list[str], tmp_path: Path
+) -> None:
+    """The longest that fits is given to the loading of the model, one more is not."""
+    monkeypatch.setattr("anchorlens.cli.path.load_model", None)
+    arguments = [*COMMAND, *into_folder]
+    error = failed(*arguments, "--length", "600")
+    assert "--length 600 is too long: the model's context is 512 tokens, and the longest" in error
+    most = int(error.split()[-1])
+    assert most < 512
+    assert f"--length {most + 1} is too long" in failed(*arguments, "--length", str(most + 1))
+    with pytest.raises(TypeError, match="'NoneType' object is not callable"):
+        call(*arguments, "--length", str(most))
+
+
+PAPER = ["--tasks", "sentiment", "--queries", "11", "--seeds", "1", "--depth", "1", "--draws", "1"]
+FIGURES = [*("saliency_flows", "attention_aucroc", "anchor_distances", "isolation", "diagnosis")]
+
+
+@pytest.mark.slow("whole commands")
+@pytest.mark.filterwarnings(
+    *("ignore:.*in . of . sets", "ignore:.*in layers", "ignore:.*some p", "ignore:.*intervals of"),
+    "ignore:a prompt has",
+)
+def test_paper_writes_records_tables_and_report(done: Any, byte_level: Any, tmp_path: Path) -> None:
+    weights = tiny_gpt2(len(byte_level), n_layer=2, n_positions=400)
+    model = saved(weights, byte_level, tmp_path / "model")
+    quick = ["--queries", "11", "--seed", str(-(2**70)), "--depth", "1", "--draws", "1"]
+    arguments = ["--tasks", "emotions", "--appendix", "--out", str(tmp_path), *quick]
+    with pytest.warns(UserWarning, match="for emotions, letters as labels: a prompt has 875 tok"):
+        printed = done("paper", "--model", model, *arguments).out
+    tables = (tmp_path / "tables.txt").read_text()
+    assert tables in printed and "GPT2-XL in the paper\n" in tables
+    titles = [block.partition(".")[0] for block in tables.split("\n\n")]
+    assert titles[:3] == ["Table 1", "Table 2", "Table 3"]
+    assert "emotions: Does the model use its label words as anchors?" in printed
+    assert "\nemotions (two shots), isolation\n" in printed
+    stored = {path.relative_to(tmp_path).as_posix() for path in tmp_path.glob("emo*/*.safetensors")}
+    records = {
+        "emotions": [*FIGURES, "accuracies", "contexts", "times"],
+        "emotions (two shots)": FIGURES,
+        "emotions (other settings)": ["isolation", "5_directions", "10_directions"],
+    }
+    assert stored == {f"{task}/{n}.safetensors" for task, names in records.items() for n in names}
+    record = al.Record.load(tmp_path / "emotions" / "accuracies.safetensors")
+    assert record.info["methods"][0] == "vanilla" and record.info["seeds"] == [-(2**70)]
+    settings = json.loads((tmp_path / "settings.json").read_text())
+    assert settings["tasks"] == ["emotions"] and settings["appendix"] is True
+    page = (tmp_path / "report.html").read_text()
+    assert all(f">{task}</h2>" in page for task in records)
+    assert page.count(">Diagnosis</h3>") == 2 and "GPT2-XL in the paper" in page
+
+
+def test_no_record_is_an_error(failed: Any, paper_parts: Mock, into_folder: list[str]) -> None:
+    message = "no result, or not all, for sentiment, figures: no"
+    paper_parts.side_effect = RunError(message, {"a": al.Results()})
+    error = failed("paper", *PAPER, *into_folder)
+    assert "for sentiment, figures: no" in error
+
+
+@pytest.mark.slow("whole commands")
+def test_emocontext_runs_only_if_it_is_named(
+    done: Any, monkeypatch: Any, paper_parts: Mock, into_folder: list[str]
+) -> None:
+    of = {name: bundle for bundle, name in BUNDLED.items()}
+    load: Any = lambda name, split: al.load_examples(of[name])  # noqa: E731
+    monkeypatch.setattr(demonstration_sets, "load_examples", load)
+    done("paper", *into_folder)
+    done("paper", *into_folder, "--tasks", "sst2, emo")
+    tasks = [[*call.args[1]] for call in paper_parts.call_args_list]
+    assert tasks == [["sst2", "trec", "agnews"], ["sst2", "emo"]]
+    assert paper_parts.call_args.kwargs["parts"] == ("figures", "table 1", "table 2", "table 3")
+
+
+@pytest.mark.slow("whole commands")
+def test_data_can_be_a_folder(
+    done: Any, paper_parts: Mock, into_folder: list[str], tmp_path: Path
+) -> None:
+    (tmp_path / "sentiment").mkdir()
+    for split in ("train", "test"):
+        rows = [{"text": f"{split} {k}", "label": k % 2} for k in range(24)]
+        (tmp_path / "sentiment" / f"{split}.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    done("paper", str(tmp_path), *PAPER, *into_folder)
+    of_splits = paper_parts.call_args.args[1]["sentiment"]
+    begun = [{example.text.split()[0] for example in examples} for examples in of_splits]
+    assert begun == [{"train"}, {"test"}]
+
 
 QUICK = ["--queries", "12", "--depth", "1", "--draws", "2"]
 WARNED = pytest.mark.filterwarnings(*("ignore:.*no result", "ignore:in .", "ignore:.* failed"))
