@@ -59,7 +59,10 @@ def questions_with_passes(model: Any, batch: al.PromptBatch) -> Iterator[Any]:
     names = [f"segment {number}" for number in range(40)]
     yield from (al.IntegratedFlows(), al.IntegratedFlows(names))
     yield scored(al.subsets.lasso(9))
-    yield al.ScoreParts(1, heads=range(99), by="head")
+    yield from (
+        al.ScoreParts(1, heads=range(99), by="head"),
+        al.Loss(al.losses.label_cross_entropy),
+    )
     yield al.Faithfulness({name: al.SegmentFlows(name=name) for name in names})
     context = al.compress(model, batch)
     yield al.PrefixEffect(context=context)
