@@ -186,6 +186,19 @@ def test_rows_that_see_no_key_stay_finite(gpt2: Any, dtype: torch.dtype) -> None
     assert z.isfinite().all()
 
 
+def test_keys_that_a_prefix_hides_are_not_read(gpt2: Any) -> None:
+    """Although the prompts after it have no padding."""
+    (batch,) = questions(gpt2, 1)
+    everything = al.compress(gpt2, batch, select=al.contexts.selection.everything)
+    after = everything.query_pass(gpt2, batch)
+    shown = after.logits(gpt2)
+    assert after.prefix is not None
+    after.prefix.attention_mask[:, 3] = False
+    hidden = after.logits(gpt2)
+    after.prefix.values[0][:, :, 3] += 9
+    assert torch.equal(after.logits(gpt2), hidden) and not torch.equal(hidden, shown)
+
+
 class NoEffect(al.Question):
     """A hook that does nothing moves no logits; ``seen`` notes whether passes are native."""
 
