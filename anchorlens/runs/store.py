@@ -29,7 +29,7 @@ def make_folder(folder: str | Path) -> Path:
     try:
         Path(folder).mkdir(parents=True, exist_ok=True)
         remove_temporary_files(Path(folder))
-        if not any(Path(folder).iterdir()):  # else all may be stored, and only read
+        if not paths_in(folder):  # else all may be stored, and only read
             TemporaryFile(dir=folder).close()  # an error before any pass
     except (OSError, ValueError) as error:  # a name with a null character is a ValueError
         reason = getattr(error, "strerror", None) or error
