@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from inspect import isclass
 from textwrap import shorten
-from typing import Any, Self, get_args, get_type_hints
+from typing import Any, TypeVar, get_args, get_type_hints
 
 import torch
 from jaxtyping import Int, jaxtyped
@@ -22,6 +22,8 @@ from ..results.text_frame import table, titled
 from ..system.digest_file import Sealed
 from ..system.texts import KeepsRepr
 from .protocol import Context
+
+_C = TypeVar("_C", bound="StoredContext")
 
 
 @dataclass(frozen=True, eq=False, repr=False, kw_only=True)
@@ -79,14 +81,12 @@ class StoredContext(KeepsRepr, Saved, Context):
                 case None:
                     pass
                 case _:
-                    raise ValueError(
-                        f"{name} must be a tensor, record, text or whole number; put others into "
-                        "info"
-                    )
+                    kinds = "a tensor, record, text or whole number"
+                    raise ValueError(f"{name} must be {kinds}; put others into info")
         return header, tensors
 
     @classmethod
-    def _of_parts(cls, given: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> Self:
+    def _of_parts(cls: type[_C], given: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> _C:
         rest = dict(tensors)
         layers = range(sum(name.startswith("key.") for name in tensors))
         keys, values = ([rest.pop(f"{kind}.{n}") for n in layers] for kind in ("key", "value"))

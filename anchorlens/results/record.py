@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from functools import cache
 from itertools import product
-from typing import Any, ClassVar, Self, get_type_hints
+from typing import Any, ClassVar, TypeVar, get_type_hints
 
 import numpy as np
 import pandas as pd
@@ -28,6 +28,7 @@ from .kind import Derived, Kind, Mean, kinds_of, mean_over_sets, number_of_draws
 from .saved import Saved
 from .text_frame import folded, note, table, titled
 
+_R = TypeVar("_R", bound="Record")
 _BOUNDS = "intervals."  # before the name of a field, in a file
 # In ``info``: numbers of models of the same architecture with random weights, a list by field.
 RANDOM_MODELS = "of_random_models"
@@ -141,7 +142,7 @@ class Record(KeepsRepr, Saved):
 
     @classmethod
     @checked
-    def of(cls, contributions: Contributions, **given: Any) -> Self:
+    def of(cls: type[_R], contributions: Contributions, **given: Any) -> _R:
         """The record of all contributions: each field from each set, then the mean over sets.
 
         Args:
@@ -278,7 +279,7 @@ class Record(KeepsRepr, Saved):
         return {"info": dict(self.info)}, self.tensors() | bounds
 
     @classmethod
-    def _of_parts(cls, given: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> Self:
+    def _of_parts(cls: type[_R], given: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> _R:
         values: dict[str, Any] = {n: tensors[n] for n in tensors if not n.startswith(_BOUNDS)}
         bounds = {n.removeprefix(_BOUNDS): tensors[n] for n in tensors if n not in values}
         info = given.get("info")

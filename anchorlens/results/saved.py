@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any, Self, TypeVar
+from typing import Any, TypeVar
 
 from torch import Tensor
 
@@ -12,7 +12,7 @@ from ..system.digest_file import Sealed, read_with_digest, to_bytes_with_digest
 from ..system.files import write_atomically
 from ..system.package import homes_of
 
-_T = TypeVar("_T")
+_S = TypeVar("_S", bound="Saved")
 _OTHER_FORMS = (".csv", ".json", ".html", ".parquet", ".pt", ".xlsx")
 
 
@@ -24,7 +24,7 @@ class Saved:
         raise NotImplementedError
 
     @classmethod
-    def _of_parts(cls, given: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> Self:
+    def _of_parts(cls: type[_S], given: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> _S:
         """What has these parts; a ValueError for what does not fit."""
         raise NotImplementedError
 
@@ -44,23 +44,22 @@ class Saved:
             >>> bool(same.accuracy == result.accuracy)
             True
         """
-        name = type(self).__name__
-        if Path(path).suffix in _OTHER_FORMS:
+        name, path = type(self).__name__, Path(path)
+        if path.suffix in _OTHER_FORMS:
             raise StoreError(
                 f"{path} is not written: save writes a .safetensors file, which load reads; for a "
                 "table use to_frame(), as in record.to_frame().to_csv(path)"
             )
         try:
             values, tensors = self._parts()
-        except ValueError as error:
-            reason = f"this is no valid {name}: {error}"
-            raise StoreError(f"{path} is not written: {reason}") from error
-        write_atomically(Path(path), to_bytes_with_digest({"class": name, **values}, tensors))
-        return Path(path)
+        except ValueError as why:
+            raise StoreError(f"{path} is not written: this is no valid {name}: {why}") from why
+        write_atomically(path, to_bytes_with_digest({"class": name, **values}, tensors))
+        return path
 
     @classmethod
     @checked
-    def load(cls, path: str | Path) -> Self:
+    def load(cls: type[_S], path: str | Path) -> _S:
         """Read what ``save`` wrote of this class, or of one that inherits from it.
 
         So ``al.Record.load`` reads any record, and ``al.contexts.StoredContext.load`` any context.
@@ -87,7 +86,7 @@ class Saved:
             ) from error
 
     @classmethod
-    def _class_of(cls, path: str | Path, name: object) -> type[Self]:
+    def _class_of(cls: type[_S], path: str | Path, name: object) -> type[_S]:
         """The class of this name that inherits from this one; an error if there is none."""
         if not isinstance(name, str):
             raise StoreError(
@@ -114,7 +113,7 @@ class Saved:
         )
 
 
-def classes_of(kind: type[_T]) -> Iterator[type[_T]]:
+def classes_of(kind: type[Any]) -> Iterator[type[Any]]:
     """A class and all its subclasses, in the order of their definitions."""
     yield kind
     for subclass in kind.__subclasses__():
