@@ -69,9 +69,8 @@ def running(
 ) -> tuple[Callable[..., Tensor], SafeContext[None]]:
     """What runs tokens, the twin or the hooked model, and a context in which hooks act in it."""
     if twin is None:
-        padding = _padding_hooks(model, batch)
-        context = _with_hooks(model, [*padding, *forward], backward, attend, blocks)
-        return partial(run_sent, model, model), context
+        hooks = forward, backward
+        return partial(run_sent, model, model), _with_hooks(model, batch, *hooks, attend, blocks)
     # Keys before these columns may be padding although the batch has none.
     has_padding = None if batch.first_query > 0 else _has_padding(batch)
     run_block = None if blocks is None else blocks.run
@@ -82,6 +81,7 @@ def running(
 @safe_context
 def _with_hooks(
     model: HookedModel,
+    batch: PromptBatch,
     forward: Sequence[Hook],
     backward: Sequence[Hook],
     attend: Attend | None,
@@ -91,7 +91,7 @@ def _with_hooks(
         head_in_float32(model),
         nullcontext() if attend is None else attention_by(model, attend),
         nullcontext() if blocks is None else blocks.inside(model),
-        added_hooks(model, forward, backward),
+        added_hooks(model, [*_padding_hooks(model, batch), *forward], backward),
     ):
         yield
 
