@@ -3,8 +3,8 @@
 1. Modules inside which the bridge put wrappers are copied shallowly, and so are the attention of
    each layer and configurations. All others are in both models.
 2. Before a run, or a pass alone, a copy takes what its module holds: parameters, buffers, settings.
-3. Each block, the unembedding and the attention of each layer hand what they get to the pass that
-   runs now (``Interface``).
+3. Each block, the unembedding and the attention of each layer hand what they get to an
+   ``Interface``, which has the pass that runs now.
 """
 
 import copy

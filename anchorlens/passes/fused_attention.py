@@ -87,6 +87,8 @@ def fused_attention(
     def use_taps(number: int, scale: float, query: Tensor, *others: Tensor) -> None:
         from .flow_kernel import key_class_sums
 
+        show(f"layer {number + 1} of {layers}, gradient")
+
         def sums(classes: Tensor, count: int, weight: Any) -> Tensor:
             key, value, of_output = others
             of_batch = classes.to(query.device).expand(len(query), -1)

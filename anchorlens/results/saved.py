@@ -45,7 +45,7 @@ class Saved:
             True
         """
         name, path = type(self).__name__, Path(path)
-        if path.suffix in _OTHER_FORMS:
+        if path.suffix.lower() in _OTHER_FORMS:
             raise StoreError(
                 f"{path} is not written: save writes a .safetensors file, which load reads; for a "
                 "table use to_frame(), as in record.to_frame().to_csv(path)"
@@ -106,7 +106,10 @@ class Saved:
         for kind in kinds.values():
             if issubclass(kind, cls):
                 return kind
-            raise StoreError(f"{path} holds a {name}, not a {cls.__name__}; use {name}.load(path)")
+            raise StoreError(
+                f"{path} holds a {name}, not a {cls.__name__}; al.Record.load reads any record, "
+                "and al.contexts.StoredContext.load any context"
+            )
         raise StoreError(
             f"{path} holds a {name}, a class that is not known here; import the module that "
             f"defines it, or use {name}.load(path)"

@@ -10,7 +10,7 @@ from jaxtyping import Bool
 from torch import Tensor
 
 from ..errors import AnchorlensError, HookError, MetricError, ModelError
-from ..metrics.question import Further, HooksOfBatch, Question
+from ..metrics.question import Further, HooksOfBatch, Metric, Question
 from ..models.batch_hooks import BatchHook, EdgeHook
 from ..models.hooked import Hook, HookedModel, check_fits, layer_numbers
 from ..passes.loss_checks import check_gradient_of_loss
@@ -49,16 +49,21 @@ def check_questions(
         )
     if gradient and loss is not None:
         check_gradient_of_loss(loss, batches, model)
-    if loss not in (None, label_cross_entropy) and not gradient:
+    # A question of the user may take it from its passes.
+    if loss not in (None, label_cross_entropy) and not gradient and all(map(_is_ours, questions)):
         raise MetricError(
-            f"no question of this run takes its loss: {', '.join(names)} need no gradient; leave "
-            "loss= out, or ask for its mean, al.Loss(loss)"
+            f"no question of this run takes its loss (asked: {', '.join(names) or 'nothing'}), as "
+            "none needs a gradient; leave loss= out, or ask for its mean, al.Loss(loss)"
         )
     for each in observed:
         check_columns(each.question, batches, each.reads)
         named = {name: each.question.name for name, _ in (*each.hooks, *each.backward_hooks)}
         _check_points(model, {n: owner for n, owner in named.items() if isinstance(n, str)})
     return observed
+
+
+def _is_ours(question: Question) -> bool:
+    return isinstance(question, Metric) or type(question).__module__.startswith("anchorlens.")
 
 
 def require_questions(questions: Sequence[Question]) -> None:

@@ -29,7 +29,7 @@ def make_folder(folder: str | Path) -> Path:
     try:
         Path(folder).mkdir(parents=True, exist_ok=True)
         remove_temporary_files(Path(folder))
-        if not paths_in(folder):  # else all may be stored, and only read
+        if not paths_in(folder, "rows-*"):  # else all may be stored, and only read
             TemporaryFile(dir=folder).close()  # an error before any pass
     except (OSError, ValueError) as error:  # a name with a null character is a ValueError
         reason = getattr(error, "strerror", None) or error
@@ -100,6 +100,8 @@ class Store:
         new = set(map(name_of_question, contributions))
         functions = {name: each for name, each in self.functions.items() if name in new}
         stored = _read_rows(path) if kind == "file" else None
+        if stored is not None:  # another run may have begun in this folder since
+            self._require_same(stored[0], path)
         if stored is not None and stored[0] == self.run and stored[2] == number:
             _, others, _, of_others = stored
             functions = {**others, **functions}

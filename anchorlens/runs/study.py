@@ -140,7 +140,7 @@ class Study:
         metrics = {
             name: self.passes(
                 each.metrics,
-                loss=each.loss,
+                loss=each.loss if of_gradient[name] else None,
                 gradient_checkpointing=gradient_checkpointing and of_gradient[name],
                 share_prefix=share_prefix,
             )

@@ -13,8 +13,8 @@ from collections.abc import Callable, Iterator, Mapping
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from functools import partial
-from time import perf_counter
-from typing import Any, Optional
+from time import perf_counter, time
+from typing import Any, ClassVar, Optional
 
 from tqdm.auto import tqdm
 
@@ -98,7 +98,6 @@ class Step:
 
 
 _running: ContextVar[Step | None] = ContextVar("the step that runs", default=None)
-_shown: ContextVar["Bar | None"] = ContextVar("the bar that is shown", default=None)
 
 
 @safe_context
@@ -136,6 +135,8 @@ def step(name: str) -> Iterator[None]:
 class Bar(tqdm):
     """A bar with the name of its step, and the time that all steps take."""
 
+    shown: ClassVar[ContextVar[Optional["Bar"]]] = ContextVar("the bar that is shown", default=None)
+
     def __init__(self, *, title: str, **options: Any) -> None:
         step = None if options.get("disable") else _running.get()
         self.step = step if step is not None and not step.inner else None
@@ -147,13 +148,13 @@ class Bar(tqdm):
             title = self.step.title()
         super().__init__(desc=printable(title), **options)
         self.begun, self.is_updated, self.of_all = perf_counter(), False, ""
-        self.before = _shown.get()
+        self.before = self.shown.get()  # which is shown again after this one
         if not self.disable:
-            _shown.set(self)
+            self.shown.set(self)
 
     def close(self) -> None:
-        if _shown.get() is self:
-            _shown.set(self.before)
+        if self.shown.get() is self:
+            self.shown.set(self.before)
         super().close()
 
     def left(self) -> float | None:
@@ -168,6 +169,7 @@ class Bar(tqdm):
             self.n += n or 0  # counted in the time that is left
             self._show_all(self.step.path()[0])
             self.n -= n or 0
+        self.set_postfix_str(self.of_all, refresh=False)  # no longer how far the pass was
         return super().update(n)
 
     def _show_all(self, whole: Step) -> None:
@@ -177,7 +179,6 @@ class Bar(tqdm):
         seconds = whole.elapsed + left
         share, rest = whole.elapsed / (seconds or 1), self.format_interval(left)
         self.of_all = f"all: {100 * share:.0f}%, {rest} left"
-        self.set_postfix_str(self.of_all, refresh=False)
         told = whole.told
         if told is None:
             is_news = seconds > _SHORT_TIME
@@ -193,10 +194,14 @@ class Bar(tqdm):
 
 def pass_shown() -> Callable[[str], None]:
     """What shows in the bar, if there is one now, how far the pass that runs is."""
-    bar = _shown.get()  # now, because a backward pass may run in a thread without it
-    if bar is None:
-        return lambda text: None
-    return lambda text: bar.set_postfix_str(", ".join(filter(None, (bar.of_all, text))))
+    bar = Bar.shown.get()  # now, because a backward pass may run in a thread without it
+
+    def show(text: str) -> None:
+        if bar is not None and time() - bar.last_print_t >= bar.mininterval:
+            bar.last_print_t = time()
+            bar.set_postfix_str(", ".join(filter(None, (bar.of_all, text))))
+
+    return show
 
 
 def time_in_words(seconds: int | float) -> str:

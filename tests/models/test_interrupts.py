@@ -10,7 +10,7 @@ from torch.overrides import TorchFunctionMode
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from anchorlens.models import model_state, replaced_attention, tiny_pass, twin
+from anchorlens.models import model_state, native_pass, tiny_pass, twin
 from anchorlens.models.native_pass import NativePass
 from anchorlens.models.replaced_attention import attention_by
 from anchorlens.models.twin import twin_of
@@ -137,7 +137,7 @@ def test_interrupts_of_a_native_pass_leave_nothing(
 
     enter()
     tried = 0
-    for moments in at_every_moment([*MODULES, twin, replaced_attention], interrupts, enter):
+    for moments in at_every_moment([*MODULES, twin, native_pass], interrupts, enter):
         tried += 1
         assert everything_of(model) == before, moments
         assert (

@@ -71,12 +71,12 @@ ANY = al.contexts.StoredContext.load
 @pytest.mark.parametrize(
     ("header", "load_file", "message"),
     [
-        (SMALL, COMPRESSED, r"a Small, not a CompressedContext; use Small\.load"),
-        (SMALL, al.records.AccuracyRecord.load, "a Small, not a AccuracyRecord; use"),
-        (CONTEXT, Small.load, "a CompressedContext, not a Small; use"),
-        (CONTEXT, al.Record.load, "a CompressedContext, not a Record; use"),
-        (SMALL, ANY, "a Small, not a StoredContext; use"),
-        (CONTEXT, PREFIX, "a CompressedContext, not a PrefixContext; use"),
+        (SMALL, COMPRESSED, r"a Small, not a CompressedContext; al\.Record\.load"),
+        (SMALL, al.records.AccuracyRecord.load, "a Small, not a AccuracyRecord; al"),
+        (CONTEXT, Small.load, "a CompressedContext, not a Small; al"),
+        (CONTEXT, al.Record.load, "a CompressedContext, not a Record; al"),
+        (SMALL, ANY, "a Small, not a StoredContext; al"),
+        (CONTEXT, PREFIX, "a CompressedContext, not a PrefixContext; al"),
         (MINE, ANY, "a Mine, a class that is not known here; import the module"),
         ({"class": [1]}, al.Record.load, "no record and no context; expected"),
         ({}, ANY, "no record and no context; expected"),

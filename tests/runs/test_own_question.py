@@ -225,3 +225,23 @@ def test_user_hooks_for_prompts_padded_on_the_left_are_refused(gpt2: Any) -> Non
     asked = Changed([lambda batch: [("blocks.0.hook_resid_pre", lambda resid, hook: resid)]])
     with pytest.raises(HookError, match="padded on the left"), does_not_run(gpt2):
         al.run(gpt2, questions(gpt2, 5, padding_side="left"), [al.Accuracy(), asked], **QUIET)
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class LossRecord(al.Record):
+    value: Float[torch.Tensor, ""] = al.kinds.mean("value")
+
+
+class OfRun(al.Question):
+    """The loss of the run, without a gradient."""
+
+    name, record = "of run", LossRecord
+
+    def of_batch(self, passes: Any, batch: al.PromptBatch) -> dict[str, torch.Tensor]:
+        return {"value": passes.losses(batch, passes.loss)}
+
+
+def test_a_question_of_ones_own_may_take_the_loss_of_the_run(gpt2: Any) -> None:
+    batches, loss = questions(gpt2, 4), al.losses.span_cross_entropy("query")
+    results = al.run(gpt2, batches, [OfRun(), al.Loss(loss)], loss=loss, **QUIET)
+    assert difference(results["of run"].value, results["loss"].loss) < 1e-6

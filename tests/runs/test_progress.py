@@ -17,7 +17,7 @@ class RecordedBar(Bar):
     bars: "list[RecordedBar]" = []  # noqa: RUF012
 
     def __init__(self, **options: Any) -> None:
-        super().__init__(**options)
+        super().__init__(mininterval=0, **options)
         self.done: list[int] = []
         RecordedBar.bars.append(self)
 
@@ -52,7 +52,7 @@ def test_long_prompts_run_and_count_one_at_a_time_and_their_layers(
     assert (bar.done, bar.total) == ([1, 2, 3, 4, 5], 5)
     layers = re.findall("layer ([^]]*)", capsys.readouterr().err.partition("1/5")[0])
     on, back = ([f"{k} of 3{end}" for k in (1, 2, 3)] for end in ("", ", gradient"))
-    assert list(dict.fromkeys(layers)) == on + back[::-1] and steps._shown.get() is None
+    assert list(dict.fromkeys(layers)) == on + back[::-1] and Bar.shown.get() is None
 
 
 @pytest.mark.slow("many passes")

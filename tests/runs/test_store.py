@@ -490,8 +490,13 @@ def test_a_flipped_bit_in_any_byte_is_detected(tmp_path: Path) -> None:
 
 def test_rows_of_another_run_are_never_overwritten(gpt2: Any, stored: Path) -> None:
     path = stored / "rows-00001.safetensors"
-    another = stored_run(stored, weights="others")
-    another.write(1, {"logits/logits": torch.ones(1, 6)})
+    another, rows = stored_run(stored, weights="others"), {"logits/logits": torch.ones(1, 6)}
+    before = contents(stored)
+    with pytest.raises(StoreError, match=r"rows-00001.* holds the contributions of another run"):
+        another.write(1, rows)  # of a run that began in the folder at the same time
+    assert contents(stored) == before
+    path.unlink()
+    another.write(1, rows)
     foreign = path.read_bytes()
     differs = r" holds the contributions of another run; .* weights: stored 'others', now '"
     with pytest.raises(StoreError, match="rows-00001.safetensors" + differs):
