@@ -228,14 +228,14 @@ def test_user_hooks_for_prompts_padded_on_the_left_are_refused(gpt2: Any) -> Non
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
-class LossRecord(al.Record):
+class OfRunRecord(al.Record):
     value: Float[torch.Tensor, ""] = al.kinds.mean("value")
 
 
 class OfRun(al.Question):
     """The loss of the run, without a gradient."""
 
-    name, record = "of run", LossRecord
+    name, record = "of run", OfRunRecord
 
     def of_batch(self, passes: Any, batch: al.PromptBatch) -> dict[str, torch.Tensor]:
         return {"value": passes.losses(batch, passes.loss)}
