@@ -21,8 +21,8 @@ def lines(*names: str) -> int:
 
 def test_lines() -> None:
     folders = ("models/*.py", "passes/*.py", "runs/*.py", "metrics/*.py", "hooks.py")
-    assert lines(*folders) <= 14_898
-    assert lines("**/*.py") <= 41_017
+    assert lines(*folders) <= 14_901
+    assert lines("**/*.py") <= 41_020
 
 
 @pytest.mark.slow("runs that are counted")

@@ -41,7 +41,6 @@ from .hooked import (
 Heads = Float[Tensor, "batch head position d_head"]
 SharedHeads = Float[Tensor, "batch _ key _"]
 SeenKeys = Bool[Tensor, "batch _ query key"]
-
 Added = Float[Tensor, "batch _ query key"]
 
 UNEMBED = "unembed.hook_in"
@@ -119,8 +118,7 @@ def _in_no_pass() -> Any:
 class Interface:
     """What transformers calls instead of its own functions, and how often for one module."""
 
-    # By the id of the module whose attention it is.
-    layers: Mapping[int, int] = field(default_factory=dict)
+    layers: Mapping[int, int] = field(default_factory=dict)  # by the id of their attention
     native: Optional["NativePass"] = None  # what happens in the pass that runs now
     calls: int = 0
 
@@ -140,7 +138,8 @@ class Interface:
         native = self.native or _in_no_pass()
         resid, rest = (args[0], args[1:]) if args else (kwargs.pop("hidden_states"), ())
         run = partial(native.block, layer, partial(kind.forward, block))
-        run = run if native.run is None else partial(native.run, layer, run)
+        around = native.around_block
+        run = run if around is None else partial(around, layer, run)
         return run(resid, *rest, **kwargs)
 
     def unembed(self, kind: Any, head: Any, resid: Tensor) -> Any:
@@ -182,7 +181,7 @@ class Interface:
         else:
             mask = attention_mask or causal_mask(query.device)
         terms = Terms(query.shape[-1] ** -0.5 if scaling is None else scaling, mask, softcap, s_aux)
-        z = (self.native or _in_no_pass()).attention(layer, query, key, value, terms)
+        z = (self.native or _in_no_pass()).attend(layer, query, key, value, terms)
         return z.transpose(1, 2).contiguous(), None
 
     def mask(
@@ -257,14 +256,16 @@ class NativePass:
     def __init__(
         self,
         parts: Parts,
-        forward: Sequence[Hook] = (),  # on what hook points give out, in the order of their acts
+        forward: Sequence[
+            Hook
+        ] = (),  # on what hook points give out, in the order in which they act
         backward: Sequence[Hook] = (),  # on the gradients there
-        attend: Attend | None = None,  # computes the attention in the place of this class
-        run: Callable[..., Any] | None = None,  # runs each block, if it does not run as it is
+        attend: Attend | None = None,  # computes the attention in the place of ``by_pattern``
+        around_block: Callable[..., Any] | None = None,  # runs each block, if not as it is
         has_padding: bool | None = None,  # whether a column is padding, if it is known
     ) -> None:
-        self._parts, self.run, self.has_padding = parts, run, has_padding
-        self.attention = attend or self.attend
+        self._parts, self.around_block, self.has_padding = parts, around_block, has_padding
+        self.attend = attend or self.by_pattern
         self._acts, self._of_gradients = by_point(forward), by_point(backward)
         self._tables: dict[Any, tuple[Any, Added]] = {}  # what is added to scores, and of what made
 
@@ -289,7 +290,7 @@ class NativePass:
     def unembed(self, head: Any, resid: Tensor) -> Any:
         return self._parts.unembedded(head, self._through(UNEMBED, resid))
 
-    def attend(
+    def by_pattern(
         self, layer: int, query: Heads, key: SharedHeads, value: SharedHeads, terms: Terms
     ) -> Heads:
         """The outputs of heads, by a pattern, as eager attention of transformers computes them."""

@@ -73,8 +73,8 @@ def running(
         return partial(run_sent, model, model), _with_hooks(model, batch, *hooks, attend, blocks)
     # Keys before these columns may be padding although the batch has none.
     has_padding = None if batch.first_query > 0 else _has_padding(batch)
-    run_block = None if blocks is None else blocks.run
-    native = NativePass(twin.parts, forward, backward, attend, run_block, has_padding)
+    around_block = None if blocks is None else blocks.run
+    native = NativePass(twin.parts, forward, backward, attend, around_block, has_padding)
     return partial(run_sent, twin.run, model), twin.hears(native)
 
 

@@ -21,6 +21,7 @@ from ..prompts.edge_set import EdgeSet
 from ..results.record import Record
 from ..system.arguments import called, fitted
 from ..system.texts import described
+from .installed import PACKAGE
 
 
 def check_questions(
@@ -41,7 +42,6 @@ def check_questions(
         question.check(model, batches, changed=hooks is not None)
         observed.append(Observation(model, question, batches[0]))
         observed[-1].check()
-    names = [each.question.name for each in observed]
     gradient = [each.question.name for each in observed if each.needs_gradient]
     if gradient and loss is None:
         raise MetricError(
@@ -51,9 +51,10 @@ def check_questions(
         check_gradient_of_loss(loss, batches, model)
     # A question of the user may take it from its passes.
     if loss not in (None, label_cross_entropy) and not gradient and all(map(_is_ours, questions)):
+        asked = ", ".join(each.name for each in questions) or "nothing"
         raise MetricError(
-            f"no question of this run takes its loss (asked: {', '.join(names) or 'nothing'}), as "
-            "none needs a gradient; leave loss= out, or ask for its mean, al.Loss(loss)"
+            f"no question of this run takes its loss (asked: {asked}), as none needs a gradient; "
+            "leave loss= out, or ask for its mean, al.Loss(loss)"
         )
     for each in observed:
         check_columns(each.question, batches, each.reads)
@@ -63,7 +64,8 @@ def check_questions(
 
 
 def _is_ours(question: Question) -> bool:
-    return isinstance(question, Metric) or type(question).__module__.startswith("anchorlens.")
+    """Whether it is known that a question without a gradient takes no loss of the run."""
+    return isinstance(question, Metric) or type(question).__module__.startswith(f"{PACKAGE}.")
 
 
 def require_questions(questions: Sequence[Question]) -> None:

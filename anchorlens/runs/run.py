@@ -53,7 +53,7 @@ def run(
             change the run (``al.isolate_labels``, ...). They act before the metrics observe, and a
             clean pass runs first. Questions of more passes refuse them.
         loss: Function of (logits, batch) to one number a prompt, for metrics with a gradient;
-            summed over prompts.
+            summed over prompts. An error if no question takes it; ``al.Loss`` has its own.
         gradient_checkpointing: For prompts too long for the memory: the pass with a gradient stores
             only the input of each block, and runs the block again in the backward pass. Attention
             takes the memory of one layer then, the numbers are the same, and the time is about one

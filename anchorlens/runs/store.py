@@ -63,7 +63,7 @@ class Store:
         for path in paths_in(store.folder, "rows-*.safetensors"):
             if (stored := _read_rows(path)) is not None:
                 store._require_same(stored[0], store.folder)
-                break
+                break  # others are compared when they are read or written
         return store
 
     def read(self, number: int) -> dict[str, Tensor]:
@@ -100,13 +100,13 @@ class Store:
         new = set(map(name_of_question, contributions))
         functions = {name: each for name, each in self.functions.items() if name in new}
         stored = _read_rows(path) if kind == "file" else None
-        if stored is not None:  # another run may have begun in this folder since
-            self._require_same(stored[0], path)
-        if stored is not None and stored[0] == self.run and stored[2] == number:
-            _, others, _, of_others = stored
-            functions = {**others, **functions}
-            kept = {k: v for k, v in of_others.items() if name_of_question(k) not in new}
-            contributions = {**kept, **contributions}
+        if stored is not None:
+            run, others, of_batch, of_others = stored
+            self._require_same(run, path)  # another may have begun in this folder since
+            if of_batch == number:
+                functions = {**others, **functions}
+                kept = {k: v for k, v in of_others.items() if name_of_question(k) not in new}
+                contributions = {**kept, **contributions}
         header = {"run": dict(self.run), "functions": functions, "batch": number}
         write_atomically(path, to_bytes_with_digest(header, contributions))
 

@@ -182,7 +182,7 @@ def test_rows_that_see_no_key_stay_finite(gpt2: Any, dtype: torch.dtype) -> None
     seen = torch.ones(1, 1, 4, 4, dtype=torch.bool).tril()
     seen[:, :, 3] = False
     mask = mask_of(lambda rows, keys: seen[:, :, rows, keys], 4)
-    z = NativePass(twin_of(gpt2).parts).attend(0, heads, -heads, heads, Terms(1.0, mask))
+    z = NativePass(twin_of(gpt2).parts).by_pattern(0, heads, -heads, heads, Terms(1.0, mask))
     assert z.isfinite().all()
 
 
@@ -416,7 +416,7 @@ def test_passes_that_are_compared_are_of_one_kind_in_low_precision(
 def test_a_twin_that_computes_something_else_is_not_taken(
     gpt2: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    attend = NativePass.attend
+    attend = NativePass.by_pattern
 
     def with_operands(change: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]) -> Any:
         return lambda self, layer, query, key, *others: attend(
@@ -428,7 +428,7 @@ def test_a_twin_that_computes_something_else_is_not_taken(
         (lambda query, key: (query * 2, key / 2), "numbers that are read differ by"),
         (lambda query, key: (query.detach(), key), "saliencies differ by"),
     ):
-        monkeypatch.setattr(NativePass, "attend", with_operands(change))
+        monkeypatch.setattr(NativePass, "by_pattern", with_operands(change))
         with found_anew(gpt2):
             assert why_not_native(gpt2).startswith(reason)
     monkeypatch.undo()
