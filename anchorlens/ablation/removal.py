@@ -9,7 +9,8 @@ Examples:
 
     >>> def silence(model, batch, removed):
     ...     def set_to_0(resid, hook):
-    ...         return resid.masked_fill(removed[:, batch.query_rows, None].to(resid.device), 0.0)
+    ...         rows = removed[:, batch.first_query :, None]
+    ...         return resid.masked_fill(rows.to(resid.device), 0.0)
     ...     return batch, [("blocks.0.hook_resid_pre", set_to_0)]
 """
 

@@ -109,7 +109,7 @@ class CompressedContext(StoredContext):
         """
         whole = _after_prefix(batch, self.tokens)
         left = model.cfg.n_ctx - max(self.query_position, len(self.prefix))
-        longest = int(whole.attention_mask[:, whole.query_rows].sum(1).max())
+        longest = int(whole.attention_mask[:, whole.first_query :].sum(1).max())
         if longest > left:
             raise PromptError(
                 f"a query has {longest} tokens, but {left} of the model's context of "

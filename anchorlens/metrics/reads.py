@@ -288,12 +288,13 @@ class Seen(Mapping[str, Any]):
     """What a metric asked for, of every prompt of a batch, by the names of its reads.
 
     Attributes:
+        reads: What the metric asked for; ``reads[name].sets.counts()`` of sums are the edges there.
         logits: Logits at the targets, in float32 or wider; a copy for this metric alone.
         clean: Those of the run without hooks where hooks change the run, else None.
         n_heads: Query heads of a layer.
     """
 
-    reads: Reads
+    reads: Mapping[str, Any]
     _found: Mapping[str, Any]
     _dtypes: Mapping[str, torch.dtype]
     logits: Float[Tensor, "batch vocab"]
@@ -313,14 +314,6 @@ class Seen(Mapping[str, Any]):
 
     def __len__(self) -> int:
         return len(self._found)
-
-    @checked
-    def counts(self, name: str) -> Int[Tensor, "batch *sets"]:
-        """Of sums over edges how many edges each set has."""
-        read = self.reads.get(name)
-        if not isinstance(read, Sums):
-            raise MetricError(f"{name!r} is no al.reads.Sums, so that it has no edges to count")
-        return read.sets.counts()
 
     @checked
     def dtype(self, name: str) -> torch.dtype:
@@ -356,8 +349,3 @@ def _columns(
             f"prompts; got {int(columns.max())}"
         )
     return columns
-
-
-def needs_of(reads: Reads) -> frozenset[str]:
-    """What of the attention a metric needs."""
-    return frozenset[str]().union(*(read.needs for read in reads.values()))

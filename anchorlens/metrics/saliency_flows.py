@@ -14,7 +14,7 @@ from torch import Tensor
 from ..errors import MetricError, PromptError
 from ..prompts import edges
 from ..prompts.batch import PromptBatch, check_label_words
-from ..prompts.edge_set import EdgeSet, EdgesOfBatch, as_edge_set, check_edges, paper_edges
+from ..prompts.edge_set import EdgesOfBatch, as_edge_set, check_edges, paper_edges
 from ..results import figures
 from ..results.contributions import Contributions
 from ..results.depth import deep, shallow
@@ -29,7 +29,7 @@ from .question import Metric
 from .reads import Reads, Seen, Sums
 from .weights import Weight, WithValues, saliency
 
-PAPER_FLOWS: Mapping[str, EdgesOfBatch] = {"wp": edges.wp, "pq": edges.pq, "ww": edges.ww}
+PAPER_FLOWS: dict[str, EdgesOfBatch] = {"wp": edges.wp, "pq": edges.pq, "ww": edges.ww}
 _LEGEND = {
     "wp": "text to label word (S_wp)",
     "pq": "label word to target (S_pq)",
@@ -174,7 +174,7 @@ class EdgeFlows(Metric):
         return {"sums": Sums(self.weight, self.sets_of(batch))}
 
     def contributions(self, batch: PromptBatch, seen: Seen) -> dict[str, Tensor]:
-        return {**by_heads(seen["sums"]), "counts": seen.counts("sums")}
+        return {**by_heads(seen["sums"]), "counts": seen.reads["sums"].sets.counts()}
 
 
 @checked
@@ -237,7 +237,7 @@ class SaliencyFlows(EdgeFlows):
         ('first', 'pq')
     """
 
-    edges: Mapping[str, EdgesOfBatch] = field(default_factory=lambda: PAPER_FLOWS, hash=False)
+    edges: Mapping[str, EdgesOfBatch] = field(default_factory=PAPER_FLOWS.copy, hash=False)
     weight: Weight | WithValues = saliency
     name: str = "saliency_flows"
 
@@ -267,14 +267,14 @@ class SaliencyFlows(EdgeFlows):
             known[name] if are_of_paper else as_edge_set(batch, function)
             for name, function in self.edges.items()
         ]
-        names = EdgeSet.names_in_paper(batch, sets)
+        of_paper = (each.of_paper for each in sets)
+        names = [name if made_of is batch else "" for name, made_of in of_paper]
         others = {n: each for n, each in known.items() if n in ("pq", "tq") and n not in names}
         return EdgeSets([*sets, *others.values()], [*names, *others])
 
     def contributions(self, batch: PromptBatch, seen: Seen) -> dict[str, Tensor]:
-        rows, read = super().contributions(batch, seen), seen.reads["sums"]
-        assert isinstance(read, Sums) and isinstance(read.sets, EdgeSets)
-        flows, names = flows_of_prompts(rows)["flow"], read.sets.names
+        rows, names = super().contributions(batch, seen), seen.reads["sums"].sets.names
+        flows = flows_of_prompts(rows)["flow"]
         none = torch.full_like(flows[..., 0], nan)
         return {name: values[..., : len(self.edges)] for name, values in rows.items()} | {
             name: flows[..., names.index(name)] if name in names else none

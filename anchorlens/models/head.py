@@ -77,9 +77,8 @@ def head_in_float32(model: HookedModel) -> SafeContext[None]:
 
 def forward_of_head(model: HookedModel) -> Callable[[Any, Tensor], Any]:
     """What computes the logits of a twin, from its unembedding and the state before it."""
-    if precision_of_logits(model) == FLOAT32:
-        return _in_float32
-    return lambda head, resid: type(head).forward(head, resid)
+    is_low = precision_of_logits(model) == FLOAT32
+    return _in_float32 if is_low else type(head_of(model)).forward
 
 
 @fact

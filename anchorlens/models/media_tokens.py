@@ -69,7 +69,7 @@ def check_media_tokens(model: HookedModel, *batches: PromptBatch) -> None:
                 "images need transformer-lens 4: its line 3 computes other numbers from the images "
                 "of some models, such as Gemma 3; install a newer version"
             )
-        has_images = [bool(each) for each in batch.inputs] or [False] * len(batch)
+        has_images = [bool(each) for each in batch.inputs] or [False] * len(batch.tokens)
         _refuse(batch, [not each for each in has_images], names, _LACKS)
         _refuse(batch, has_images, others, _LACKS)
         before = torch.zeros_like(batch.tokens[:, :1])
@@ -120,12 +120,12 @@ def _refuse(
     """Raise an error if some prompts hold one of these tokens among those that are run."""
     if not names:
         return
-    rows, chosen = batch.query_rows, torch.tensor(prompts, device="cpu")[:, None]
-    found = torch.isin(batch.tokens[:, rows], torch.tensor(sorted(names), device="cpu"))
-    found &= batch.attention_mask[:, rows] & chosen
+    tokens, inside = (each[:, batch.first_query :] for each in (batch.tokens, batch.attention_mask))
+    found = torch.isin(tokens, torch.tensor(sorted(names), device="cpu"))
+    found &= inside & torch.tensor(prompts, device="cpu")[:, None]
     if found.any():
         prompt, column = found.nonzero()[0].tolist()
-        token = int(batch.tokens[:, rows][prompt, column])
+        token = int(tokens[prompt, column])
         raise PromptError(
             f"prompt {prompt} holds the token {token}, the {names[token]} of the model's "
             f"configuration, which stands for an image, a sound or a video. {why}"

@@ -138,13 +138,26 @@ class Interface:
         native = self.native or _in_no_pass()
         resid, rest = (args[0], args[1:]) if args else (kwargs.pop("hidden_states"), ())
         run = partial(native.block, layer, partial(kind.forward, block))
-        around = native.around_block
-        run = run if around is None else partial(around, layer, run)
+        if native.around_block is not None:  # which may run it again, after the model
+            run = partial(native.around_block, layer, partial(self._within, native, run))
         return run(resid, *rest, **kwargs)
 
     def unembed(self, kind: Any, head: Any, resid: Tensor) -> Any:
-        """The logits of a twin."""
+        """What the unembedding of a twin gives."""
         return (self.native or _in_no_pass()).unembed(head, resid)
+
+    def logits(self, native: "NativePass", model: Any, tokens: Tensor, **inputs: Any) -> Tensor:
+        """The logits that a twin gives in a pass."""
+        logits: Tensor = self._within(native, model, tokens, **inputs).logits
+        return logits
+
+    def _within(self, native: "NativePass", run: Any, /, *args: Any, **kwargs: Any) -> Any:
+        """What a function gives while this pass answers."""
+        before, self.native = self.native, native
+        try:
+            return run(*args, **kwargs)
+        finally:  # where an interrupt skips it, the end of ``Twin.entered`` does it
+            self.native = before
 
     def attention(
         self,

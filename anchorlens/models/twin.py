@@ -9,14 +9,13 @@
 
 import copy
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
 from itertools import count
 from typing import Any
 from weakref import ref
 
-from torch import Tensor, nn
+from torch import nn
 from torch.nn.modules import module as module_hooks
 
 from ..errors import ModelError
@@ -25,7 +24,7 @@ from .facts import own_fact
 from .hooked import attentions_of, is_of_low_precision
 from .kinds import config_of, head_of, is_bridge, modules_of, original_of
 from .model_state import HOOK_TABLES, has_user_hooks, without_user_hooks
-from .native_pass import Interface, NativePass, parts_of, registered
+from .native_pass import Interface, parts_of, registered
 from .rotary import follows_the_prompts
 
 _numbers = count()
@@ -38,7 +37,7 @@ class Twin:
     def __init__(self, model: Any) -> None:
         self.why, self.is_suspended, self.is_entered = "", False, False
         self.is_low = is_of_low_precision(model)
-        self.parts, self._called = parts_of(model), Interface()
+        self.parts, self.interface = parts_of(model), Interface()
         self._name = f"anchorlens twin {next(_numbers)}"  # of the attention in its configurations
         self._twins: dict[int, Callable[[], Any]] = {}  # by the id of a module
         self._copies: list[_Copy] = []
@@ -64,11 +63,11 @@ class Twin:
         head = head_of(model)
         if head is None or None in (*blocks, *attentions.values()):
             raise ModelError("its blocks or its unembedding are not modules of transformers")
-        run = self._called.run_block
+        run = self.interface.run_block
         forwards: dict[int, Any] = {
             id(block): partial(run, layer) for layer, block in enumerate(blocks)
         }
-        forwards[id(head)] = self._called.unembed
+        forwards[id(head)] = self.interface.unembed
         own = {id(module) for module in (original, *attentions.values())} | forwards.keys()
         config = config_of(model)
         parts = [getattr(config, name, None) for name in config.sub_configs]
@@ -76,7 +75,7 @@ class Twin:
         self._other_configs = {*map(id, parts)} - {id(None), id(config.get_text_config())}
         self._configs: dict[int, Any] = {}
         self.model = self._twin_of(original, own, forwards)
-        self._called.layers = {id(self._twins[id(m)]()): n for n, m in attentions.items()}
+        self.interface.layers = {id(self._twins[id(m)]()): n for n, m in attentions.items()}
 
     def _twin_of(self, module: nn.Module, own: Any, forwards: Mapping[int, Any]) -> Any:
         """A copy of a module, where the bridge has wrappers inside; otherwise the module."""
@@ -112,29 +111,15 @@ class Twin:
             self._copies.append(_Copy(made, lambda: config, None, values))
         return self._configs[id(config)]
 
-    def run(self, tokens: Tensor, **inputs: Any) -> Tensor:
-        return self.model(tokens, **inputs).logits
-
-    @safe_context
-    def hears(self, native: NativePass) -> Iterator[None]:
-        """Inside, the pass hears of what runs."""
-        before = self._called.native
-        with nullcontext() if self.is_entered else self.entered():
-            try:
-                self._called.native = native
-                yield
-            finally:  # where an interrupt skips it, the end of ``entered`` does it
-                self._called.native = before
-
     @safe_context
     def entered(self) -> Iterator[None]:
         """Inside, copies take what the model holds once, for any number of passes."""
-        was_entered, heard = self.is_entered, self._called.native
+        was_entered, native = self.is_entered, self.interface.native
         held = [dict(vars(each.made)) for each in self._copies]
 
         def restore() -> None:
             self.is_entered = was_entered
-            self._called.native = heard
+            self.interface.native = native
             for each, before in zip(self._copies, held, strict=True):
                 vars(each.made).clear()
                 vars(each.made).update(before)
@@ -144,7 +129,7 @@ class Twin:
             for each in self._copies:
                 each.fill(self._twins)
 
-        with put_back(restore, fill), registered(self._name, self._called):
+        with put_back(restore, fill), registered(self._name, self.interface):
             yield
 
     def suspended(self) -> SafeContext[None]:

@@ -1,8 +1,9 @@
 """One pass of a model over one batch with hooks, which returns the logits at the targets."""
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from math import nan
 from threading import Event
 from typing import Any
@@ -43,9 +44,9 @@ from ..system.checksum import row_sums
 from ..system.devices import holds_numbers, sent, wide
 from ..system.texts import described
 from .blocks import BlockRuns, Checkpoints, Start, Starts
-from .loss_checks import continuations_of, refuse_other_losses, targets_of
-from .losses import LossOfBatch, WordCrossEntropy, columns_of
-from .running import leaf_hook, running, twin_for
+from .loss_checks import continuations_of, targets_of
+from .losses import LossOfBatch, WordCrossEntropy, columns_of, refuse_other_losses
+from .running import running, twin_for
 
 
 @dataclass(frozen=True, eq=False)
@@ -64,7 +65,7 @@ class Pass:
     backward_hooks: Sequence[Hook] = ()  # on the gradient of a hook point's output
     loss: LossOfBatch | None = None
     into: Sequence[Tensor] = ()  # what the loss is differentiated by; the input of block 0
-    prefix: KeyValues | None = None  # of the tokens before ``batch.query_rows``, which do not run
+    prefix: KeyValues | None = None  # of the tokens before ``batch.first_query``, which do not run
     gradient_checkpointing: bool = False
     runs_backward: bool = True  # whether the loss is differentiated, if there is one
     attend: Attend | None = None  # computes the attention in the place of the model
@@ -120,17 +121,17 @@ class Pass:
 
     def run(self) -> tuple[Float[Tensor, "batch vocab"], Float[Tensor, " batch"] | None]:
         """Logits at the targets in float32 or wider, and the losses, if the pass has a loss."""
-        model, batch, loss = self.model, self.batch, self.loss
+        batch, loss = self.batch, self.loss
         # An inference_mode of the caller would make tensors that autograd rejects.
         with torch.inference_mode(False):
             needed = batch.target_positions[:, None] - batch.first_query
             if hasattr(loss, "positions"):  # those of the loss, then that of the target
                 needed = torch.cat([targets_of(loss, batch) - batch.first_query, needed], dim=1)
         leaves = [*self.into]  # what the loss is differentiated by
-        first = [leaf_hook(leaves)] if self.differentiates and not leaves else []
+        made = leaves if self.differentiates and not leaves else None
         hooks = (*self.hooks, *self.observers, *self.backward_hooks)
-        last = [rows_hook(model, needed)] if _are_in_blocks(hooks) else []
-        acting, copies = Acting(self, first, last), list[Tensor]()
+        select = partial(at_rows, rows=needed) if _are_in_blocks(hooks) else None
+        acting, copies = Acting(self, made, select), list[Tensor]()
         with (
             torch.inference_mode(False),
             torch.set_grad_enabled(self.differentiates),
@@ -140,7 +141,7 @@ class Pass:
             given = copies if self.graph is not None else None
             outputs, cache = acting.outputs(stores=continues, copies=given)
             leaves += copies
-            rows = wide(outputs if last else at_rows(outputs, needed))
+            rows = wide(outputs if select else at_rows(outputs, needed))
             logits, losses = rows[:, -1], None
             if loss is not None:
                 if continues:
@@ -229,7 +230,7 @@ def logits_at(
     """The logits at some positions of each whole prompt, in order and in the type of the model."""
     described = Pass(model, batch, hooks, **options)
     described.check()
-    acting = Acting(described, last=[rows_hook(model, columns_of(positions)[0])])
+    acting = Acting(described, select=partial(at_rows, rows=columns_of(positions)[0]))
     with torch.inference_mode(False), torch.no_grad(), acting.inside:
         logits, _ = acting.outputs()
     counts = positions.sum(1).tolist()
@@ -260,13 +261,12 @@ def run_prefix(
         return name, lambda tensor, hook: points.append((tensor, receive))
 
     observing = [*observers, *(noted(*hook) for hook in backward_hooks)]
-    last: list[Hook] = [(_before_unembedding(model), lambda resid, hook: resid[:, -1:])]
-    last = last if _are_in_blocks(observing) else []  # the logits are not used
-    first = [leaf_hook([])] if backward_hooks else []
-    described = Pass(model, batch, observers=observing, **options)
-    acting, prefix = Acting(described, first, last), described.prefix
-    mask = batch.attention_mask[:, batch.query_rows]
-    with torch.inference_mode(False), torch.set_grad_enabled(bool(first)), acting.inside:
+    # The logits are not used.
+    select = (lambda resid: resid[:, -1:]) if _are_in_blocks(observing) else None
+    described, leaves = Pass(model, batch, observers=observing, **options), list[Tensor]()
+    acting = Acting(described, leaves if backward_hooks else None, select)
+    mask, prefix = batch.attention_mask[:, batch.first_query :], described.prefix
+    with torch.inference_mode(False), torch.set_grad_enabled(bool(backward_hooks)), acting.inside:
         if prefix is not None:
             check_rotation(model, mask, prefix)
         _, cache = acting.outputs(stores=True)
@@ -275,10 +275,16 @@ def run_prefix(
 
 
 class Acting:
-    """What acts in a pass; ``first`` and ``last`` are hooks around those that are described."""
+    """What acts in a pass: what is described, and what ``select``s rows before the unembedding.
+
+    ``leaves`` gets the input of block 0, which requires a gradient then.
+    """
 
     def __init__(
-        self, described: Pass, first: Sequence[Hook] = (), last: Sequence[Hook] = ()
+        self,
+        described: Pass,
+        leaves: list[Tensor] | None = None,
+        select: Callable[[Tensor], Tensor] | None = None,
     ) -> None:
         self._described, model, batch = described, described.model, described.batch
         hooks = described.hooks, described.observers, described.backward_hooks
@@ -292,8 +298,11 @@ class Acting:
         observers = observers if saved is None else saved.observers(observers)
         parts = described.start, described.starts, saved
         blocks = None if parts == (None, None, None) else BlockRuns(*parts)
-        forward = [*first, *changes, *observers, *last]
-        acting = forward, self._of_gradients, described.attend, blocks
+        forward = [*changes, *observers]
+        if select is not None:
+            point = UNEMBED if twin else _before_unembedding(model)
+            forward.append((point, lambda resid, hook: select(resid)))
+        acting = forward, self._of_gradients, leaves, described.attend, blocks
         self._run, self.inside = running(model, batch, twin, *acting)
 
     def outputs(
@@ -301,8 +310,8 @@ class Acting:
     ) -> tuple[Tensor, Any]:
         """What the model gives for the tokens that run, and its cache if it continues or stores."""
         model, batch = self._described.model, self._described.batch
-        rows, cache = batch.query_rows, None
-        tokens, mask = batch.tokens[:, rows], batch.attention_mask[:, rows]
+        first, cache = batch.first_query, None
+        tokens, mask = batch.tokens[:, first:], batch.attention_mask[:, first:]
         if self._described.prefix is None and not stores:
             images = inputs_of_images(model, batch) if batch.inputs else {}
             inputs = inputs_without_cache(model, mask) | images
@@ -369,7 +378,7 @@ def _up_to_targets(
     # It comes last: distances may be counted in columns, so that no padding may follow it.
     length = batch.tokens.shape[1]
     columns = (batch.positions + batch.target_positions[:, None] + 1) % length
-    in_rows = batch.up_to_target[:, batch.query_rows].sum(1)
+    in_rows = batch.up_to_target[:, batch.first_query :].sum(1)
     start = 0 if prefix is None else prefix.next_position
 
     def rows_of(tensor: Tensor) -> Tensor:
@@ -422,7 +431,7 @@ def _first_not_finite(described: Pass) -> str:
     """Where numbers stop being finite; this costs a second pass, but only after a failure."""
     model, batch = described.model, described.batch
     wrong: list[int] = []
-    inside = batch.attention_mask[:, batch.query_rows]
+    inside = batch.attention_mask[:, batch.first_query :]
 
     def check(layer: int, resid: Tensor) -> None:
         if not resid[inside.to(resid.device)].isfinite().all():
@@ -441,11 +450,6 @@ def at_rows(
 ) -> Shaped[Tensor, "batch target *axes"]:
     prompts = torch.arange(len(values), device=values.device)[:, None]
     return values[prompts, rows.to(values.device, non_blocking=True)]
-
-
-def rows_hook(model: HookedModel, rows: Int[Tensor, "batch target"]) -> Hook:
-    """Selects the needed rows before the unembedding."""
-    return _before_unembedding(model), lambda resid, hook: at_rows(resid, rows)
 
 
 @fact

@@ -14,17 +14,15 @@ from ..models.rotary import refuse_another_rotation
 from ..prompts.batch import PromptBatch, longest_prompt
 from ..prompts.positions import checked_positions
 from ..system.arguments import called
-from ..system.devices import holds_numbers
 from ..system.put_back import each_call_inside
-from ..system.texts import described, name_of
+from ..system.texts import name_of
 from ..system.torch_state import gradient_mode
 from .losses import (
     LossOfBatch,
     WordCrossEntropy,
     columns_of,
-    gold_of,
-    label_cross_entropy,
     needs_positions,
+    refuse_other_losses,
 )
 
 _DRAWS = 8  # of random logits on which a loss is tried
@@ -42,10 +40,6 @@ def check_loss(
 ) -> tuple[PromptBatch, Tensor]:
     """Prompts on which a loss was tried, several if a batch has, and logits; or an error."""
     device, tried = device_of(model), None
-    if loss is label_cross_entropy:
-        gold_of(*batches)
-        several = (batch for batch in batches if len(batch.tokens) > 1)
-        batches = [next(several, batches[0])]  # all else is equal in the batches of a run
     for batch in batches:
         _shape_of_logits(loss, batch, model)  # an error if a prompt lacks what the loss needs
         # The logits of two prompts, because those of a batch may not fit into memory.
@@ -124,12 +118,4 @@ def refuse_several_targets(loss: LossOfBatch) -> None:
         raise MetricError(
             f"{loss!r} needs the logits at several positions, but here the loss gets those of the "
             "target; use al.losses.label_cross_entropy, or your own function of (logits, batch)"
-        )
-
-
-def refuse_other_losses(losses: object, count: int) -> None:
-    """Raise an error for what is not one number a prompt."""
-    if not holds_numbers(losses) or losses.shape != (count,):
-        raise MetricError(
-            f"a loss must give one number a prompt, shape ({count},); got {described(losses)}"
         )

@@ -299,3 +299,11 @@ def gold_of(batch: PromptBatch, *others: PromptBatch) -> Int[Tensor, " batch"]:
             f"labels, or another loss: al.losses.span_cross_entropy({last!r}) for all tokens of it"
         )
     return batch.gold
+
+
+def refuse_other_losses(losses: object, count: int) -> None:
+    """Raise an error for what is not one number a prompt."""
+    if not holds_numbers(losses) or losses.shape != (count,):
+        raise MetricError(
+            f"a loss must give one number a prompt, shape ({count},); got {described(losses)}"
+        )

@@ -35,7 +35,6 @@ from ..metrics.reads import (
     Reads,
     Seen,
     Sums,
-    needs_of,
 )
 from ..metrics.weights import Pattern, Values, WithValues
 from ..models.facts import Operands, facts_of, hooks_on_operands
@@ -98,7 +97,7 @@ class Observation:
             )
             for name, read in self.reads.items()
         }
-        observers, self._needs = [*self._observers.values()], needs_of(self.reads)
+        observers, self._needs = [*self._observers.values()], needs_of(self._observers)
         self.needs_gradient = SLOPE in self._needs
         self.of_rows = [each for each in observers if each.takes_rows]  # of A and dL/dA
         self.beside = [each for each in observers if not each.takes_rows]  # at other hook points
@@ -521,6 +520,11 @@ def reads_of(question: Reader, batch: PromptBatch) -> Reads:
             f"al.reads.At('pattern', al.edges.target)}}; got {described(reads)}"
         )
     return reads
+
+
+def needs_of(reads: "Reads | Mapping[str, Observer]") -> frozenset[str]:
+    """What of the attention is needed."""
+    return frozenset[str]().union(*(read.needs for read in reads.values()))
 
 
 def need_gradient(reads: Reads) -> bool:

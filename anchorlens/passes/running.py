@@ -7,7 +7,7 @@ native, or all have hooks (runs/way.py).
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from functools import partial
 from typing import Any
 
@@ -64,10 +64,13 @@ def running(
     twin: Twin | None,
     forward: Sequence[Hook] = (),  # on what hook points give out, in the order in which they act
     backward: Sequence[Hook] = (),  # on the gradients there
+    leaves: list[Tensor] | None = None,  # gets the input of block 0, which requires a gradient then
     attend: Attend | None = None,  # computes the attention in the place of the model
     blocks: BlockRuns | None = None,  # how each of them runs, if not as it is
-) -> tuple[Callable[..., Tensor], SafeContext[None]]:
+) -> tuple[Callable[..., Tensor], SafeContext[None] | ExitStack]:
     """What runs tokens, the twin or the hooked model, and a context in which hooks act in it."""
+    if leaves is not None:
+        forward = [_leaf_hook(leaves), *forward]
     if twin is None:
         hooks = forward, backward
         return partial(run_sent, model, model), _with_hooks(model, batch, *hooks, attend, blocks)
@@ -75,7 +78,8 @@ def running(
     has_padding = None if batch.first_query > 0 else _has_padding(batch)
     around_block = None if blocks is None else blocks.run
     native = NativePass(twin.parts, forward, backward, attend, around_block, has_padding)
-    return partial(run_sent, twin.run, model), twin.hears(native)
+    run = partial(twin.interface.logits, native, twin.model)
+    return partial(run_sent, run, model), ExitStack() if twin.is_entered else twin.entered()
 
 
 @safe_context
@@ -96,7 +100,7 @@ def _with_hooks(
         yield
 
 
-def leaf_hook(leaves: list[Tensor]) -> Hook:
+def _leaf_hook(leaves: list[Tensor]) -> Hook:
     """Makes the input of block 0 require a gradient, because all parameters are frozen."""
 
     def make_leaf(resid: Tensor, hook: Any) -> Tensor:
@@ -212,8 +216,8 @@ def _shown(
 ) -> Shown:
     """What a pass shows, with the logits of all real tokens."""
     shown, leaves = Shown(model), list[Tensor]()
-    forward = [leaf_hook(leaves), *shown.options["observers"]]
-    run, inside = running(model, batch, twin, forward, shown.options["backward_hooks"])
+    hooks = shown.options["observers"], shown.options["backward_hooks"]
+    run, inside = running(model, batch, twin, *hooks, leaves)
     with torch.inference_mode(False), torch.enable_grad(), inside:
         inputs = inputs_without_cache(model, batch.attention_mask)
         logits = wide(run(batch.tokens, **inputs, **more)[batch.attention_mask])

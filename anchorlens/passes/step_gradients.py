@@ -29,9 +29,8 @@ from ..models.kinds import cached_heads
 from ..models.model_state import frozen_in_eval_mode
 from ..prompts.batch import PromptBatch
 from ..system.devices import sent, wide
-from .forward import Acting, Pass, is_finite, not_finite, rows_hook
+from .forward import Acting, Pass, at_rows, is_finite, not_finite
 from .losses import columns_of
-from .running import leaf_hook
 
 StepPattern = Float[Tensor, "1 head query key"]
 
@@ -60,10 +59,9 @@ def step_gradients(
         columns, _ = columns_of(positions)
         selected: list[Tensor] = []
         following = batch.tokens.gather(1, columns + 1)[0]
-        name, select = rows_hook(model, columns)
 
-        def select_and_store(resid: Tensor, hook: Any) -> Tensor | None:
-            selected.append(select(resid, hook=hook))  # type: ignore[arg-type]
+        def select(resid: Tensor) -> Tensor:
+            selected.append(at_rows(resid, columns))
             return selected[0]
 
         def store_output(layer: int, output: Tensor, hook: Any) -> Tensor:
@@ -78,7 +76,7 @@ def step_gradients(
         at_outputs = ((z_name(layer), partial(store_output, layer)) for layer in layers)
         described = Pass(model, batch, at_known_points(model, at_outputs), observers)
         described.check()
-        acting = Acting(described, [leaf_hook([])], [(name, select_and_store)])
+        acting = Acting(described, [], select)
         with acting.inside:
             logits = acting.outputs()[0][0]
         logits = wide(logits)

@@ -228,11 +228,6 @@ class PromptBatch:
         return self.first_query == 0
 
     @property
-    def query_rows(self) -> slice:
-        """The positions that are run: those of the query rows of every pattern."""
-        return slice(self.first_query, None)
-
-    @property
     def target_rows(self) -> Int[Tensor, " batch"]:
         """Index of each target position among the query rows of a pattern."""
         return self.target_positions - self.first_query
@@ -506,6 +501,12 @@ def anchors_of(batch: PromptBatch) -> Bool[Tensor, "batch position"]:
     check_label_words([batch])
     check_inside(batch, "label_positions")
     return torch.zeros_like(batch.attention_mask).scatter(1, batch.label_positions, True)
+
+
+def tokens_of_paper(batch: PromptBatch) -> tuple[Bool[Tensor, "batch position"], ...]:
+    """True at the anchors, at the target (the paper's q), and at all tokens up to it."""
+    target = batch.positions == batch.target_positions[:, None]
+    return anchors_of(batch), target, batch.up_to_target
 
 
 def count_tokens(batches: Sequence[PromptBatch]) -> int:

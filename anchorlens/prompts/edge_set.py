@@ -22,7 +22,7 @@ from ..system.devices import Device, holds_numbers, sent
 from ..system.row_pieces import row_slices, stored_rows
 from ..system.texts import described
 from ..system.torch_state import gradient_mode
-from .batch import PromptBatch, anchors_of
+from .batch import PromptBatch, tokens_of_paper
 
 Edges = Bool[Tensor, "batch query key"]
 Positions = Bool[Tensor, "batch position"]
@@ -101,7 +101,7 @@ class EdgeSet(Tensor):
 
     _rows_of: RowsOf
     _classes_of: Callable[[], EdgeClasses | None]
-    _of_paper: Any = "", None  # its name there, and the prompts of which it was made
+    of_paper: Any = "", None  # wp, pq, ww or tq if it is this one, and the batch it was made of
     # Operations reach __torch_dispatch__, also an index tensor[edges]; shape needs no values.
     __torch_function__: Any = torch._C._disabled_torch_function_impl
 
@@ -135,12 +135,6 @@ class EdgeSet(Tensor):
     def classes(self) -> EdgeClasses | None:
         """The same edges by classes of queries and keys; None where they are not known so."""
         return self._classes_of()
-
-    @staticmethod
-    def names_in_paper(batch: PromptBatch, sets: "Sequence[EdgeSet]") -> list[str]:
-        """Of each set wp, pq, ww or tq if it is this one, made of this very batch; else empty."""
-        of_paper = [edges._of_paper for edges in sets]
-        return [name if made_of is batch else "" for name, made_of in of_paper]
 
     def table(self) -> Edges:
         """All edges as a plain tensor, one byte for each pair of positions of each prompt."""
@@ -262,13 +256,12 @@ def edges_between(queries: Positions, keys: Positions) -> EdgeSet:
 
 def paper_edges(batch: PromptBatch) -> dict[str, EdgeSet]:
     """The sets wp, pq, ww and tq of ``al.edges``, which say that they are these."""
-    tokens, inside, anchors = batch.attention_mask.clone(), batch.up_to_target, anchors_of(batch)
-    target = batch.positions == batch.target_positions[:, None]
+    tokens, (anchors, target, inside) = batch.attention_mask.clone(), tokens_of_paper(batch)
     wp, pq = edges_between(anchors, tokens), edges_between(target, anchors)
     ww = edges_between(inside, inside) & ~(wp | pq)
     found = {"wp": wp, "pq": pq, "ww": ww, "tq": edges_between(target, tokens & ~anchors)}
     for name, edges in found.items():
-        edges._of_paper = name, batch
+        edges.of_paper = name, batch
     return found
 
 

@@ -45,9 +45,9 @@ def with_intervals(
     has a number; for a single unit in all but shares, differences of shares and means between two
     ends; and for a mean over a single random draw.
     """
-    demonstrations = Contributions(contributions, sets).sets
-    population = population_of(demonstrations, texts)
-    everything = Contributions(contributions, population.sets, demonstrations)
+    everything = Contributions(contributions, sets)
+    population = population_of(everything.demonstrations, texts)
+    everything.sets = population.sets
     record: _R = fitted("a result", result(everything), Record)
     if reason := record.misfit():
         raise MetricError(f"the result is no valid {type(record).__name__}: {reason}")

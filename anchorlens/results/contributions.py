@@ -48,6 +48,7 @@ class Contributions(Mapping[str, Tensor]):
         self._of: tuple[Contributions, Tensor] | None = None  # whose prompts these are, and which
         self._made: dict[Any, Any] = {}
         self.means: dict[Any, Tensor] = {}  # over all prompts, by what they are of
+        self.of_prompts: dict[Any, Tensor] = {}  # the numbers of which they are means
         self.of_fields: dict[str, Tensor] = {}  # [prompt, ...] by field: that of which it is a mean
 
     def __getitem__(self, name: str) -> Tensor:
@@ -129,7 +130,15 @@ class Contributions(Mapping[str, Tensor]):
 
     def of_sets(self) -> list["Contributions"]:
         """The contributions of each set."""
-        return self.once(_of_sets)
+        return self._sets
+
+    @cached_property
+    def _sets(self) -> list["Contributions"]:
+        numbers, sizes = self.sets.unique(return_counts=True)
+        if len(numbers) == 1:
+            return [self]
+        by_set = self.sets.argsort(stable=True).split(sizes.tolist())
+        return [self._at(prompts) for prompts in by_set]
 
     def of_demonstrations(self) -> list["Contributions"]:
         """The contributions after each set of demonstrations, also where results pool them."""
@@ -172,16 +181,8 @@ class Contributions(Mapping[str, Tensor]):
         others = object.__new__(Contributions)  # for each set of each resample: without checks
         others._tensors, others.sets, others.demonstrations = tensors, sets, demonstrations
         others.draw_left_out, others._of, others._made = self.draw_left_out, None, {}
-        others.of_fields, others.means = self.of_fields, {}
+        others.of_fields, others.means, others.of_prompts = self.of_fields, {}, {}
         return others
-
-
-def _of_sets(contributions: Contributions) -> list[Contributions]:
-    numbers, sizes = contributions.sets.unique(return_counts=True)
-    if len(numbers) == 1:
-        return [contributions]
-    by_set = contributions.sets.argsort(stable=True).split(sizes.tolist())
-    return [contributions._at(prompts) for prompts in by_set]
 
 
 def _at(values: Tensor, chosen: Int[Tensor, " _"]) -> Tensor:

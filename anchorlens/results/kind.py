@@ -56,9 +56,12 @@ def mean_of(of: Of, contributions: Contributions) -> Tensor:
 
 def of_each(of: Of, contributions: Contributions) -> Tensor:
     """What each prompt contributes, [prompt, ...]; of random draws their mean."""
+    found = contributions.of_prompts
     if isinstance(of, OverDraws):
         return contributions.of_each(of.mean)
-    return values_of(of, contributions)
+    if of not in found:
+        found[of] = values_of(of, contributions)
+    return found[of]
 
 
 @dataclass(frozen=True)

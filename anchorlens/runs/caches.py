@@ -16,9 +16,9 @@ from torch import Tensor
 
 from ..errors import MetricError, NotFiniteError, PromptError
 from ..metrics.question import Metric, Question
-from ..metrics.reads import KEYS, QUERIES, VALUES, needs_of
+from ..metrics.reads import KEYS, QUERIES, VALUES
 from ..models.hooked import Hook, HookedModel, check_fits, pattern_name
-from ..passes.provide import Observation, reads_of
+from ..passes.provide import Observation, needs_of, reads_of
 from ..prompts.batch import PromptBatch, check_prompts
 from ..results.bootstrap import with_intervals
 from ..results.population import check_resamples

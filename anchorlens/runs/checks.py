@@ -14,7 +14,7 @@ from ..metrics.question import Further, HooksOfBatch, Metric, Question
 from ..models.batch_hooks import BatchHook, EdgeHook
 from ..models.hooked import Hook, HookedModel, check_fits, layer_numbers
 from ..passes.loss_checks import check_gradient_of_loss
-from ..passes.losses import LossOfBatch, label_cross_entropy
+from ..passes.losses import LossOfBatch, gold_of, label_cross_entropy
 from ..passes.provide import Observation, check_columns
 from ..prompts.batch import PromptBatch
 from ..prompts.edge_set import EdgeSet
@@ -47,7 +47,9 @@ def check_questions(
         raise MetricError(
             f"{', '.join(gradient)} needs a gradient, and passes here have none; give it to al.run"
         )
-    if gradient and loss is not None:
+    if gradient and loss is label_cross_entropy:  # known to be of each prompt alone
+        gold_of(*batches)
+    elif gradient and loss is not None:
         check_gradient_of_loss(loss, batches, model)
     # A question of the user may take it from its passes.
     if loss not in (None, label_cross_entropy) and not gradient and all(map(_is_ours, questions)):

@@ -145,14 +145,14 @@ class _Given:
 
     def passes(self, beside: Sequence[Way]) -> str:
         """Whether passes are native; otherwise why all or some of them have hooks."""
-        model, shortest = self.model, _shortest(self.batches)
-        why_bridge = partial(running.why_hooks_need_a_bridge, twin_of(model).parts)
+        model, twin, shortest = self.model, twin_of(self.model), _shortest(self.batches)
+        why_bridge = partial(running.why_hooks_need_a_bridge, twin.parts)
         *further, of_run = (why_bridge(change(shortest), (), ()) for change in self.changes)
         why_not = running.why_not_native(model) or (
             running.why_no_native_images(model) if _have_images(self.batches) else ""
         )
         reasons = chain(
-            [why_not or twin_of(model).why_not_now(model), of_run],
+            [why_not or twin.why_not_now(model), of_run],
             (why_bridge((), each.hooks, each.backward_hooks) for each in self.observed),
         )
         if reason := _first_reason(reasons):
@@ -317,7 +317,7 @@ class _Given:
         sizes, count = Counter[int](), 0
         for set_id, batch in zip(only_sets(self.batches), self.batches, strict=True):
             if set_id is not None and set_id in lengths:
-                sizes[set_id] += len(batch)
+                sizes[set_id] += len(batch.tokens)
                 count += 1
         saved = sum(lengths[set_id] * (sizes[set_id] - 1) for set_id in lengths)
         started = len(lengths) * _STARTED_BY_A_PASS

@@ -213,7 +213,7 @@ def test_a_removal_of_ones_own_can_use_plain_hooks(gpt2: Any) -> None:
 
     def silence(model: Any, batch: al.PromptBatch, removed: Tensor) -> Any:
         def set_to_0(resid: Tensor, hook: Any) -> Tensor:
-            return resid.masked_fill(removed[:, batch.query_rows, None], 0.0)
+            return resid.masked_fill(removed[:, batch.first_query :, None], 0.0)
 
         return batch, [("blocks.0.hook_resid_pre", set_to_0)]
 

@@ -131,9 +131,13 @@ def test_interrupts_of_a_native_pass_leave_nothing(
     own, before, known = twin_of(model), everything_of(model), registered()
     native = NativePass(own.parts)
 
-    def enter() -> None:
-        with own.entered(), own.hears(native), own.suspended():
+    def answered() -> None:
+        with own.suspended():
             assert registered() > known and own.why_not_now(model)
+
+    def enter() -> None:
+        with own.entered():
+            own.interface._within(native, answered)
 
     enter()
     tried = 0
@@ -141,7 +145,7 @@ def test_interrupts_of_a_native_pass_leave_nothing(
         tried += 1
         assert everything_of(model) == before, moments
         assert (
-            registered() == known and own._called.native is None and not own.why_not_now(model)
+            registered() == known and own.interface.native is None and not own.why_not_now(model)
         ), moments
         assert not own.is_entered
     assert tried > 5
