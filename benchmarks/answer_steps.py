@@ -2,10 +2,10 @@
 
     python benchmarks/answer_steps.py --model M
 
-The text has 512 tokens, of which the last 1, 8 or 64 are the answer. ``step_flows`` takes the
-gradients of the outputs of heads, several tokens at a time. The other variant also runs forward
-once, and then takes the gradients of all patterns once for each token, with the same sums over
-edges. Each measurement runs in a process of its own, and the variants take turns. Peak memory is
+The text has 512 tokens, of which the last 1, 8 or 64 are the answer. ``step_flows`` gets the
+gradient of one layer after the other. The other variant takes the gradients of all patterns at
+once, by hooks of its own. Both run forward once, and sum over the same edges. Each measurement runs
+in a process of its own, and the variants take turns. Peak memory is
 the largest resident size minus the size before, after a short text has warmed the model up.
 """
 

@@ -45,7 +45,7 @@ def answers(model: Any, options: argparse.Namespace) -> None:
     written: list[Pieces] = []
     for number, documents in enumerate(told(options.texts, 3 * options.prompts)):
         prompt = asking(documents, number)
-        trace = al.trace_generation(model, prompt, max_new_tokens=8, chunk=1)
+        trace = al.trace_generation(model, prompt, max_new_tokens=8)
         answer = trace.text.partition("\n")[0]
         if answer.strip() and len(written) < options.prompts:
             written.append([*prompt, ("answer", answer)])

@@ -73,7 +73,6 @@ def trace_generation(
     seed: int = 0,
     hooks: HooksOfBatch | Sequence[Hook] = (),
     weight: Weight = saliency,
-    chunk: int = 8,
     **options: Any,
 ) -> GenerationTrace:
     """Let the model write after a prompt, and find where each written token comes from.
@@ -90,14 +89,13 @@ def trace_generation(
         hooks: Hooks that act while the model writes, and in the pass over the whole text: a
             function of the batch with the prompt, or a list; none that replace or reweight.
         weight: See ``step_flows``.
-        chunk: See ``step_flows``.
         **options: For the model's ``generate``, such as ``do_sample=True, temperature=0.7``.
 
     Raises:
         PromptError: A segment is called ``answer``, prompt and answer do not fit the model, it has
             no tokenizer or ends the text at once, or ``generate`` has no such option.
         HookError: ``hooks`` are of other prompts, have no point, or replace or reweight something.
-        MetricError: ``weight`` or ``chunk`` is wrong; see ``step_flows``.
+        MetricError: ``weight`` is wrong; see ``step_flows``.
         ModelError: Value biases are folded, logits are not finite, or the pass over the whole text
             gives written tokens another probability.
 
@@ -125,7 +123,7 @@ def trace_generation(
             f"{wrong[0]!r} is no option here; those of the model's generate are {', '.join(known)}"
         )
     [prompt_batch] = build_segments(tokenizer, [pieces])
-    check_options(model, prompt_batch, weight, chunk)
+    check_options(model, prompt_batch, weight)
     if ANSWER in prompt_batch.segment_names:
         raise PromptError(
             f"a piece of the prompt is called {ANSWER!r}, which the model writes; rename it"
@@ -153,7 +151,7 @@ def trace_generation(
         begins_with_bos=prompt_batch.begins_with_bos,
     )
     with frozen_in_eval_mode(model), added_hooks(model, in_longer_text(acting, tokens)):
-        flows = step_flows(model, batch, ANSWER, weight=weight, chunk=chunk)
+        flows = step_flows(model, batch, ANSWER, weight=weight)
     _refuse_another_text(model, tokens[0, length:], logits, flows.loss)
     return GenerationTrace(str(tokenizer.decode(tokens[0, length:].tolist())), batch, flows)
 

@@ -23,7 +23,7 @@ from ..prompts.token_texts import token_texts
 from ..results import figures
 from ..results.figure_parts import visible
 from ..results.record import Record
-from ..system.arguments import check_counts, checked
+from ..system.arguments import checked
 from ..system.devices import beside, in_float64, on_one_device
 from ..system.texts import name_of
 
@@ -94,28 +94,19 @@ def step_flows(
     *,
     segments: SegmentsOfBatch | None = None,
     weight: Weight = saliency,
-    chunk: int = 8,
 ) -> StepFlowsRecord:
     r"""Flows of each token of a segment, with the loss of this token alone.
 
     For step s, the token at position t + 1, ``L_s = - log p(token t+1 | tokens up to t)``; the
-    weight of an edge is ``| sum_h A dL_s/dA |`` by default. The model runs forward once. Flows with
-    a sign add up over steps to those of ``span_cross_entropy``. The gradient of a pattern is that
-    of the output z of a head before W_O times its values v,
-
-    $$
-    \frac{\partial L}{\partial A_{h,ij}}
-    = \left( \frac{\partial L}{\partial z_h} \right)_i \cdot v_{h,j} ,
-    $$
-
-    and is taken itself where an architecture has a norm or a projection between the two.
+    weight of an edge is ``| sum_h A dL_s/dA |`` by default. The model runs forward once, and
+    backward once for each step. Flows with a sign add up over steps to those of
+    ``span_cross_entropy``.
 
     Args:
         batch: One prompt, such as ``batch.prompt(0)``.
         segment: The segment whose tokens are the steps.
         segments: See ``SegmentFlows``.
         weight: See ``SegmentFlows``; none that needs values.
-        chunk: How many steps go backward at the same time: more need more memory.
 
     Raises:
         PromptError: There are several prompts, no such segment, or they do not fit the model.
@@ -133,7 +124,7 @@ def step_flows(
         raise PromptError(f"step flows are of one prompt, as batches[0].prompt(0); got {batch!r}")
     check_prompts(batch)
     prompt = batch.prompts(0, 1)
-    check_options(model, prompt, weight, chunk)
+    check_options(model, prompt, weight)
     positions = before_segment(prompt, segment)
     if not positions.any():
         raise MetricError(f"segment {segment!r} has no token that follows another one")
@@ -148,7 +139,7 @@ def step_flows(
         numbers = _numbers_of_step(parts, positions[0], columns[step], weight, pattern, gradient)
         of_steps[step, layer] = numbers
 
-    losses, route = step_gradients(model, prompt, positions, add, chunk=chunk)
+    losses = step_gradients(model, prompt, positions, add)
     tokenizer, ids = getattr(model, "tokenizer", None), prompt.tokens[0].tolist()
     numbers: dict[str, Any] = {name: _stacked_steps(of_steps, name) for name in of_steps[0, 0]}
     return StepFlowsRecord(
@@ -161,14 +152,12 @@ def step_flows(
             "segment_names": named.names,
             "tokens": None if tokenizer is None else tuple(token_texts(tokenizer, ids)),
             "weight": name_of(weight),
-            "computed from": route,
         },
     )
 
 
-def check_options(model: HookedModel, prompt: PromptBatch, weight: Weight, chunk: int) -> None:
+def check_options(model: HookedModel, prompt: PromptBatch, weight: Weight) -> None:
     """Raise an error for wrong options of ``step_flows``, or folded value biases."""
-    check_counts(MetricError, chunk=chunk)
     cure = "use al.SaliencyFlows or al.SegmentFlows, with a span of the answer as the loss"
     require_patterns(model, "the gradient of each step", cure)
     try_weight(weight, model.cfg.n_heads, prompt)

@@ -35,7 +35,9 @@ class Twin:
     """The transformers model of a bridge, or ``why`` there is none; it keeps no model alive."""
 
     def __init__(self, model: Any) -> None:
-        self.why, self.is_suspended, self.is_entered = "", False, False
+        self.why = ""
+        # Whether it runs all passes here, or none; None where that is decided for each pass.
+        self.runs_here: bool | None = None
         self.is_low = is_of_low_precision(model)
         self.parts, self.interface = parts_of(model), Interface()
         self._name = f"anchorlens twin {next(_numbers)}"  # of the attention in its configurations
@@ -114,26 +116,27 @@ class Twin:
     @safe_context
     def entered(self) -> Iterator[None]:
         """Inside, copies take what the model holds once, for any number of passes."""
-        was_entered, native = self.is_entered, self.interface.native
+        ran, native = self.runs_here, self.interface.native
         held = [dict(vars(each.made)) for each in self._copies]
 
         def restore() -> None:
-            self.is_entered = was_entered
+            self.runs_here = ran
             self.interface.native = native
             for each, before in zip(self._copies, held, strict=True):
                 vars(each.made).clear()
                 vars(each.made).update(before)
 
         def fill() -> None:
-            self.is_entered = True
+            self.runs_here = True
             for each in self._copies:
                 each.fill(self._twins)
 
         with put_back(restore, fill), registered(self._name, self.interface):
             yield
 
-    def suspended(self) -> SafeContext[None]:
-        return replaced((vars(self), "is_suspended", True))
+    def kept_out(self) -> SafeContext[None]:
+        """Inside, the hooked model runs all passes."""
+        return replaced((vars(self), "runs_here", False))
 
     def why_not_now(self, model: Any) -> str:
         """Why the twin may not run; empty if the model is as it was, without hooks of the user."""
@@ -142,7 +145,7 @@ class Twin:
         hooks = _count_of_hooks(held)
         if hooks != self._hooks and not has_user_hooks(model):
             self._hooks = hooks  # a bridge adds some hooks during its first pass
-        if self.is_suspended:
+        if self.runs_here is False:
             return "the hooked model runs all passes here"
         # Private in torch, which has no public way to list the hooks on every module of a process.
         of_all = module_hooks._global_forward_hooks or module_hooks._global_forward_pre_hooks
@@ -150,7 +153,7 @@ class Twin:
             return "there are hooks on the model"
         # Inside ``entered`` settings change by the package alone, which enters again for it.
         has_changed = _weights_and_methods(held) != self._held
-        if has_changed or not (self.is_entered or self._state_of(model) == self._state):
+        if has_changed or not (self.runs_here or self._state_of(model) == self._state):
             return "the model changed since it was prepared (al.prepare_model does it again)"
         return ""
 

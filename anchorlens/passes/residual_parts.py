@@ -149,7 +149,7 @@ def residual_parts(
 
     # The twin has an attention of its own.
     with (
-        twin_of(model).suspended(),
+        twin_of(model).kept_out(),
         replaced_methods([attention], "forward", recording),
         added_hooks(model, of_modules=[*norms.observers(), *of_head]),
     ):

@@ -79,7 +79,7 @@ def running(
     around_block = None if blocks is None else blocks.run
     native = NativePass(twin.parts, forward, backward, attend, around_block, has_padding)
     run = partial(twin.interface.logits, native, twin.model)
-    return partial(run_sent, run, model), ExitStack() if twin.is_entered else twin.entered()
+    return partial(run_sent, run, model), ExitStack() if twin.runs_here else twin.entered()
 
 
 @safe_context
@@ -129,13 +129,13 @@ def _padding_hooks(model: HookedModel, batch: PromptBatch) -> list[Hook]:
     return [(name, fill_scores) for name in names_of_layers(model, scores_name)]
 
 
-def of_one_run(model: HookedModel, is_native: bool) -> AbstractContextManager[None]:
+def inside_run(model: HookedModel, is_native: bool) -> AbstractContextManager[None]:
     """Inside, the passes of a run; in low precision all are native, or none is."""
     if why_not_native(model):
         return nullcontext()
     twin = twin_of(model)
     may_be_native = (is_native or not twin.is_low) and not twin.why_not_now(model)
-    return twin.entered() if may_be_native else twin.suspended()
+    return twin.entered() if may_be_native else twin.kept_out()
 
 
 def twin_for(
@@ -147,7 +147,9 @@ def twin_for(
 ) -> Twin | None:
     """The twin that runs a pass with these hooks; None where the hooked model does."""
     twin = twin_of(model)
-    if twin.is_suspended or (not twin.is_entered and (twin.is_low or why_not_native(model))):
+    if twin.runs_here is False or (
+        twin.runs_here is None and (twin.is_low or why_not_native(model))
+    ):
         return None
     if batch.inputs and why_no_native_images(model):
         return None

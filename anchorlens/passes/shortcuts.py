@@ -111,7 +111,7 @@ def _reason_of_comparison(model: HookedModel, what: str, compare: Callable[..., 
     """Why a shortcut cannot be taken, natively or with hooks; also an error of an architecture."""
     twin = twin_of(model)
     with tiny_passes(model), shrunk_windows(model), twin.entered():
-        for way in (twin.suspended(), *(() if why_not_native(model) else (nullcontext(),))):
+        for way in (twin.kept_out(), *(() if why_not_native(model) else (nullcontext(),))):
             try:
                 with way:
                     reason = compare(model, tiny_prompts(model))

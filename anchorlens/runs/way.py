@@ -108,7 +108,7 @@ def way_of(
     """
     given = _Given(model, batches, changes, observed, loss)
     passes = given.passes(beside)
-    whole = Way(passes, "", {}, {}, entered=partial(running.of_one_run, model, passes == NATIVE))
+    whole = Way(passes, "", {}, {}, entered=partial(running.inside_run, model, passes == NATIVE))
     if patterns_are_large(model, batches):
         reason = why_patterns(model, batches, changes, loss)
         if not reason:

@@ -1,7 +1,6 @@
 """Saliency against finite differences and plain transformers, flows and steps against loops."""
 
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 import numpy as np
@@ -13,7 +12,6 @@ import anchorlens as al
 from anchorlens.errors import PromptError
 from anchorlens.metrics.saliency_flows import PAPER_FLOWS
 from anchorlens.models.hooked import pattern_name
-from anchorlens.passes import step_gradients
 from anchorlens.passes.forward import run_pass
 from anchorlens.prompts import edges
 from tests.references import plain
@@ -255,35 +253,6 @@ def test_each_step_has_the_flows_of_its_own_loss(gpt2: Any, prompt: al.PromptBat
     assert record.positions.tolist() == [6, 7, 8, 9]
     assert record.segment_of_tokens.tolist() == SEGMENTS[0]
     assert "".join(record.axis_names("step") or ["?"]) in gpt2.tokenizer.decode(TOKENS[0])
-
-
-def test_ways_to_the_gradient_agree(
-    exact_gpt2: Any, prompt: al.PromptBatch, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """In chunks, of patterns, and where an operation has no batched gradient, of each step."""
-    flows, grad, calls = (
-        partial(al.step_flows, exact_gpt2, prompt, "answer"),
-        torch.autograd.grad,
-        [],
-    )
-    expected = flows()
-    assert expected.info["computed from"] == "gradients of the heads' outputs, times values"
-    for chunk in (1, 3, 64):
-        assert_same(flows(chunk=chunk), expected, 1e-12)
-    with monkeypatch.context() as patched:
-        patched.setattr(step_gradients, "_agree", lambda *of: False)
-        assert flows().info["computed from"] == "gradients of the patterns"
-        assert_same(flows(), expected, 1e-12)
-
-    def without_batches(*of: Any, is_grads_batched: bool = False, **options: Any) -> Any:
-        calls.append(is_grads_batched)
-        if is_grads_batched:
-            raise RuntimeError("Batching rule not implemented")
-        return grad(*of, **options)
-
-    monkeypatch.setattr(torch.autograd, "grad", without_batches)
-    assert_same(flows(), expected, 1e-12)
-    assert calls.count(True) == 1
 
 
 PIECES = [("document", "The museum opens at ten. "), ("question", "When does it open? At")]

@@ -10,7 +10,9 @@ from torch import Tensor, nn
 import anchorlens as al
 from anchorlens.models import head as unembedding
 from anchorlens.models.head import precision_of_logits
+from anchorlens.models.twin import twin_of
 from anchorlens.passes.forward import run_pass
+from anchorlens.passes.running import inside_run
 from tests.references.architectures import native
 from tests.support.measures import difference
 from tests.support.tiny_models import questions, tiny_gemma3, tiny_gpt2, tiny_llama
@@ -43,11 +45,15 @@ def test_logits_are_those_of_an_unembedding_in_float32(
     batches = questions(model, 2, batch_size=1)
     expected = torch.cat([by_transformers(weights, batch) for batch in batches])
     hooks: list[Any | None] = [None, lambda batch: [("unembed.hook_in", print_none)]]
-    for change in hooks:  # natively, and with hooks, after which all positions are unembedded
+    for change in hooks:  # with hooks, after one of which all positions are unembedded
         logits = al.target_logits(model, batches, hooks=change, progress=False)
         torch.testing.assert_close(
             logits, expected, rtol=0, atol=2e-6 * float(expected.abs().max())
         )
+    with inside_run(model, True):  # natively, where the states before it are rounded otherwise
+        assert twin_of(model).runs_here
+        logits = run_pass(model, batches[0])
+    assert (logits != logits.to(dtype).float()).float().mean() > 0.9
     assert precision_of_logits(model) == "float32"
     plain = model(batches[0].tokens)
     assert plain.dtype == dtype  # outside of the package the model is as it was

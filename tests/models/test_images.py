@@ -139,7 +139,7 @@ def test_logits_and_saliency_are_those_of_plain_transformers(case: Case) -> None
         assert info["passes"].startswith("with hooks: prompts have images")
     else:
         assert info["passes"] == "native"
-    for way_of_passes in (nullcontext(), twin_of(case.model).suspended()):
+    for way_of_passes in (nullcontext(), twin_of(case.model).kept_out()):
         with way_of_passes:
             assert max(differences_of(case, expected).values()) < EXACT
     modules = case.model.original_model.modules()

@@ -132,7 +132,7 @@ def test_interrupts_of_a_native_pass_leave_nothing(
     native = NativePass(own.parts)
 
     def answered() -> None:
-        with own.suspended():
+        with own.kept_out():
             assert registered() > known and own.why_not_now(model)
 
     def enter() -> None:
@@ -147,5 +147,5 @@ def test_interrupts_of_a_native_pass_leave_nothing(
         assert (
             registered() == known and own.interface.native is None and not own.why_not_now(model)
         ), moments
-        assert not own.is_entered
+        assert own.runs_here is None
     assert tried > 5

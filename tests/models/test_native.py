@@ -20,7 +20,7 @@ from anchorlens.models.native_pass import NativePass, Terms, mask_of
 from anchorlens.models.twin import twin_of
 from anchorlens.passes import running as choice
 from anchorlens.passes.forward import run_pass
-from anchorlens.passes.running import of_one_run, twin_for, why_not_native
+from anchorlens.passes.running import inside_run, twin_for, why_not_native
 from tests.models.test_matrix import bridge, processed_bridge
 from tests.references.architectures import ALL, BY_NAME
 from tests.references.comparison import batch_of, precise, tokenizer, weights_of
@@ -113,7 +113,7 @@ def assert_as_hooked(model: Any, batch: al.PromptBatch, kind: str, changes: Sequ
     with counted_layers(model) as calls:
         ours = reads_of(model, batch, changes)
     assert twin_for(model, batch, changes) is not None and calls[0] == 1
-    with twin_of(model).suspended():
+    with twin_of(model).kept_out():
         expected = reads_of(model, batch, changes)
     assert ours.keys() == expected.keys()
     for what, numbers in expected.items():
@@ -286,14 +286,14 @@ def test_a_model_that_changed_runs_with_hooks(name: str, byte_level: Any) -> Non
     (batch,) = questions(model, 2)
     run_pass(model, batch)
     assert twin_for(model, batch) is not None
-    with of_one_run(model, True):
+    with inside_run(model, True):
         assert twin_for(model, batch) is not None
         CHANGES[name](model)
         # Settings are read again by the next run.
         at_once = name.startswith(("weights", "processed", "folded", "method"))
         assert (twin_for(model, batch) is None) == at_once
     assert twin_for(model, batch) is None
-    with of_one_run(model, True):
+    with inside_run(model, True):
         assert twin_for(model, batch) is None
 
 
@@ -334,7 +334,10 @@ def test_between_passes_nothing_of_a_pass_or_of_the_model_is_kept(gpt2: Any) -> 
 
     vars(gpt2.original_model)["held"], observer = Held(), Held()
     of_model, of_pass = weakref.ref(gpt2.original_model.held), weakref.ref(observer)
-    with of_one_run(gpt2, True):
+    with inside_run(gpt2, True):
+        with inside_run(gpt2, True):  # a run of a question, in that which asks it
+            pass
+        assert twin_of(gpt2).runs_here
         run_pass(gpt2, batch, observers=[(pattern_name(0), observer)])
         del gpt2.original_model.held, observer
         gc.collect()
@@ -354,7 +357,7 @@ def test_native_passes_round_as_hooked_passes_do(name: str, dtype: torch.dtype) 
     model = bridge(weights, tokenizer())
     errors = list[dict[str, float]]()
     for is_native in (True, False):
-        with twin_of(model).entered() if is_native else twin_of(model).suspended():
+        with twin_of(model).entered() if is_native else twin_of(model).kept_out():
             assert (twin_for(model, batch) is None) == (not is_native)
             found = reads_of(model, batch, [])
         squares = defaultdict[str, float](float)
@@ -391,7 +394,7 @@ def test_passes_that_are_compared_are_of_one_kind_in_low_precision(
     asked = [al.SaliencyFlows(), NoEffect(own_hook, hooked)]
     flows = al.run(model, batches, asked, **QUIET)["saliency_flows"].per_prompt
     assert hooked == [False, False]
-    with twin_of(model).suspended():
+    with twin_of(model).kept_out():
         whole = al.run(model, batches, [al.SaliencyFlows()], **QUIET)["saliency_flows"].per_prompt
     assert torch.equal(flows, whole)
 
@@ -409,7 +412,7 @@ def test_passes_that_are_compared_are_of_one_kind_in_low_precision(
         al.run(model, batches, [Unnamed(own_hook, [])], **QUIET)
     (left,) = questions(model, 3, padding_side="left")
     assert twin_for(model, left) is None
-    with of_one_run(model, True), pytest.raises(al.errors.MetricError, match="on the left"):
+    with inside_run(model, True), pytest.raises(al.errors.MetricError, match="on the left"):
         twin_for(model, left)
 
 

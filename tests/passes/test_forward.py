@@ -62,7 +62,8 @@ def failing(name: str) -> list[Hook]:
     "name", ["ln_final.hook_normalized", "unembed.hook_in", "unembed.hook_out"]
 )
 def test_hooks_after_the_blocks_see_all_positions(exact_gpt2: Any, name: str) -> None:
-    gpt2, batch = exact_gpt2, batch_of(exact_gpt2)
+    gpt2, batch = exact_gpt2, batch_of(exact_gpt2, "right")
+    assert len(batch.target_positions.unique()) > 1
     widths: list[int] = []
 
     def double(tensor: Tensor, hook: Any) -> Tensor:
