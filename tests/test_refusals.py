@@ -416,6 +416,11 @@ ROWS: list[tuple[str, Any, str]] = [
         lambda s: run(s, METRICS[:1], loss=lambda logits, batch: logits),
         r"one number a prompt, shape \(2,\); got .*\(2, 3000\)",
     ),
+    (
+        "MetricError",
+        lambda s: run(s, METRICS[:1], loss=lambda logits, batch: logits[0]),
+        r"one number a prompt, shape \(2,\); got .*\(3000,\)",
+    ),
     ("PromptError", lambda s: LOGARITHM.scores(torch.zeros(1, 9)), r"number gives NaN .*\(4, 1\)"),
     ("relabel", ([], al.relabeling.gold), "there are no demonstrations to relabel"),
     ("relabel", ([BAD, GOOD], lambda _, demos: demos), r"as many demonstrations as.*got \[Exa"),

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 import anchorlens as al
-from anchorlens.errors import PromptError
+from anchorlens.errors import NotFiniteError, PromptError
 from anchorlens.metrics.saliency_flows import PAPER_FLOWS
 from anchorlens.models.hooked import pattern_name
 from anchorlens.passes.forward import run_pass
@@ -253,6 +253,15 @@ def test_each_step_has_the_flows_of_its_own_loss(gpt2: Any, prompt: al.PromptBat
     assert record.positions.tolist() == [6, 7, 8, 9]
     assert record.segment_of_tokens.tolist() == SEGMENTS[0]
     assert "".join(record.axis_names("step") or ["?"]) in gpt2.tokenizer.decode(TOKENS[0])
+
+
+def test_what_is_not_finite_in_a_text_is_an_error(gpt2: Any, prompt: al.PromptBatch) -> None:
+    infinite = [("blocks.1.hook_mlp_out", lambda states, hook: states * torch.inf)]
+    before = al.step_flows(gpt2, prompt, "answer")
+    error = pytest.raises(NotFiniteError, match=r"at the predicted tokens, .* layer 1 gives out")
+    with gpt2.hooks(fwd_hooks=infinite), error:
+        al.step_flows(gpt2, prompt, "answer")
+    assert_same(al.step_flows(gpt2, prompt, "answer"), before, 0)
 
 
 PIECES = [("document", "The museum opens at ten. "), ("question", "When does it open? At")]
