@@ -1,12 +1,13 @@
-"""Flows of each token of an answer, compared with one backward pass for each token.
+"""Flows of each token of an answer, compared with the gradients of all patterns at once.
 
     python benchmarks/answer_steps.py --model M
 
 The text has 512 tokens, of which the last 1, 8 or 64 are the answer. ``step_flows`` gets the
-gradient of one layer after the other. The other variant takes the gradients of all patterns at
-once, by hooks of its own. Both run forward once, and sum over the same edges. Each measurement runs
-in a process of its own, and the variants take turns. Peak memory is
-the largest resident size minus the size before, after a short text has warmed the model up.
+gradient of one layer after the other, in the one pass of the package. The other variant takes the
+gradients of all patterns at once, by hooks of its own. Both run forward once and backward once for
+each token, and sum over the same edges. Each measurement runs in a process of its own, and the
+variants take turns. Peak memory is the largest resident size minus the size before, after a short
+text has warmed the model up.
 """
 
 import argparse
@@ -111,8 +112,8 @@ def main() -> None:
             for key in ("memory", "seconds")
         )
         print(
-            f"{answer} tokens: step_flows {took[0]:.1f} s and {memory[0]:.2f} GB, a backward pass "
-            f"for each {took[1]:.1f} s and {memory[1]:.2f} GB; ratio of times "
+            f"{answer} tokens: step_flows {took[0]:.1f} s and {memory[0]:.2f} GB, all "
+            f"patterns at once {took[1]:.1f} s and {memory[1]:.2f} GB; ratio of times "
             f"{statistics.median(ratios):.2f} ({min(ratios):.2f} to {max(ratios):.2f}), of memory "
             f"{memory[0] / memory[1]:.2f}; totals differ by {difference:.1e}",
             flush=True,

@@ -95,7 +95,7 @@ def step_flows(
     segments: SegmentsOfBatch | None = None,
     weight: Weight = saliency,
 ) -> StepFlowsRecord:
-    r"""Flows of each token of a segment, with the loss of this token alone.
+    """Flows of each token of a segment, with the loss of this token alone.
 
     For step s, the token at position t + 1, ``L_s = - log p(token t+1 | tokens up to t)``; the
     weight of an edge is ``| sum_h A dL_s/dA |`` by default. The model runs forward once, and

@@ -75,10 +75,9 @@ def head_in_float32(model: HookedModel) -> SafeContext[None]:
     return _replaced([head for head in [head_of(model)] if is_low and _is_product(head)])
 
 
-def forward_of_head(model: HookedModel) -> Callable[[Any, Tensor], Any]:
-    """What computes the logits of a twin, from its unembedding and the state before it."""
-    is_low = precision_of_logits(model) == FLOAT32
-    return _in_float32 if is_low else type(head_of(model)).forward
+def forward_of_head(model: HookedModel) -> Callable[[Any, Tensor], Any] | None:
+    """What gives the logits of a twin in place of its unembedding; None where that does."""
+    return _in_float32 if precision_of_logits(model) == FLOAT32 else None
 
 
 @fact

@@ -144,7 +144,7 @@ class Interface:
 
     def unembed(self, kind: Any, head: Any, resid: Tensor) -> Any:
         """What the unembedding of a twin gives."""
-        return (self.native or _in_no_pass()).unembed(head, resid)
+        return (self.native or _in_no_pass()).unembed(kind, head, resid)
 
     def logits(self, native: "NativePass", model: Any, tokens: Tensor, **inputs: Any) -> Tensor:
         """The logits that a twin gives in a pass."""
@@ -244,7 +244,7 @@ class Parts:
 
     # The points of queries and keys of each layer; "" where none holds what it multiplies.
     operands: Sequence[tuple[str, str]]
-    unembedded: Callable[[Any, Tensor], Any]
+    unembedded: Callable[[Any, Tensor], Any] | None  # see ``forward_of_head``
     differentiated: frozenset[str]  # the points whose gradient is shown
     changed: frozenset[str]  # those where hooks may change something
     shown: frozenset[str]  # those that are shown
@@ -269,9 +269,7 @@ class NativePass:
     def __init__(
         self,
         parts: Parts,
-        forward: Sequence[
-            Hook
-        ] = (),  # on what hook points give out, in the order in which they act
+        forward: Sequence[Hook] = (),  # on what hook points give out, in the order of their acts
         backward: Sequence[Hook] = (),  # on the gradients there
         attend: Attend | None = None,  # computes the attention in the place of ``by_pattern``
         around_block: Callable[..., Any] | None = None,  # runs each block, if not as it is
@@ -300,8 +298,8 @@ class NativePass:
             return (self._through(after_block(layer), output[0]), *output[1:])
         return self._through(after_block(layer), output)
 
-    def unembed(self, head: Any, resid: Tensor) -> Any:
-        return self._parts.unembedded(head, self._through(UNEMBED, resid))
+    def unembed(self, kind: Any, head: Any, resid: Tensor) -> Any:
+        return (self._parts.unembedded or kind.forward)(head, self._through(UNEMBED, resid))
 
     def by_pattern(
         self, layer: int, query: Heads, key: SharedHeads, value: SharedHeads, terms: Terms

@@ -128,10 +128,10 @@ class Pass:
             if hasattr(loss, "positions"):  # those of the loss, then that of the target
                 needed = torch.cat([targets_of(loss, batch) - batch.first_query, needed], dim=1)
         leaves = [*self.into]  # what the loss is differentiated by
-        made = leaves if self.differentiates and not leaves else None
+        input_of_block_0 = leaves if self.differentiates and not leaves else None
         hooks = (*self.hooks, *self.observers, *self.backward_hooks)
         select = partial(at_rows, rows=needed) if _are_in_blocks(hooks) else None
-        acting, copies = Acting(self, made, select), list[Tensor]()
+        acting, copies = Acting(self, input_of_block_0, select), list[Tensor]()
         with (
             torch.inference_mode(False),
             torch.set_grad_enabled(self.differentiates),
@@ -275,9 +275,10 @@ def run_prefix(
 
 
 class Acting:
-    """What acts in a pass: what is described, and what ``select``s rows before the unembedding.
+    """What acts in a pass: what is described, and more.
 
-    ``leaves`` gets the input of block 0, which requires a gradient then.
+    ``leaves`` gets the input of block 0, which requires a gradient then. ``select`` makes of the
+    state before the unembedding the rows that are needed.
     """
 
     def __init__(

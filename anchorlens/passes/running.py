@@ -147,9 +147,10 @@ def twin_for(
 ) -> Twin | None:
     """The twin that runs a pass with these hooks; None where the hooked model does."""
     twin = twin_of(model)
-    if twin.runs_here is False or (
-        twin.runs_here is None and (twin.is_low or why_not_native(model))
-    ):
+    runs = twin.runs_here
+    if runs is None:
+        runs = not (twin.is_low or why_not_native(model))
+    if not runs:
         return None
     if batch.inputs and why_no_native_images(model):
         return None

@@ -25,7 +25,8 @@ def step_gradients(
 ) -> Float[Tensor, " step"]:
     """The loss of the token after each position of one prompt without padding, in nats.
 
-    ``use`` gets the number of the step, the layer, A and dL/dA; one layer at a time is in memory.
+    ``use`` gets the number of the step, the layer, A and dL/dA. Of gradients those of one layer are
+    in memory.
     """
     columns, _ = columns_of(positions)
     following = batch.tokens.gather(1, columns + 1)[0]
@@ -39,7 +40,7 @@ def step_gradients(
         use(step, layer, a, slope)
 
     observers, of_gradients = product_hooks(model, use_layer, free_later=True)
-    # Its losses are those below.
+    # A loss says that gradients are needed; those that are taken are below.
     described = Pass(model, batch, (), observers, of_gradients, loss=any_loss)
     described.check()
     with frozen_in_eval_mode(model), torch.inference_mode(False), torch.enable_grad():

@@ -56,9 +56,9 @@ def mean_of(of: Of, contributions: Contributions) -> Tensor:
 
 def of_each(of: Of, contributions: Contributions) -> Tensor:
     """What each prompt contributes, [prompt, ...]; of random draws their mean."""
-    found = contributions.of_prompts
     if isinstance(of, OverDraws):
         return contributions.of_each(of.mean)
+    found = contributions.of_prompts  # several fields are made of one
     if of not in found:
         found[of] = values_of(of, contributions)
     return found[of]

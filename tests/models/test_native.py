@@ -246,6 +246,17 @@ def test_a_record_says_how_its_passes_ran(byte_level: Any) -> None:
     assert said().startswith("with hooks: the model changed since it was prepared")
 
 
+def test_a_model_that_does_not_name_its_unembedding_runs_with_hooks(byte_level: Any) -> None:
+    weights = tiny_gpt2(len(byte_level))
+    weights.get_output_embeddings = lambda: None
+    model = al.load_model(weights, tokenizer=byte_level)
+    info = al.run(model, questions(model, 2), [al.SaliencyFlows()], **QUIET)["saliency_flows"].info
+    assert (
+        info["passes"]
+        == "with hooks: its blocks or its unembedding are not modules of transformers"
+    )
+
+
 def swap_type(model: Any) -> None:
     module = model.blocks[1].mlp.original_component
     module.__class__ = type("Other", (type(module),), {})
@@ -335,7 +346,7 @@ def test_between_passes_nothing_of_a_pass_or_of_the_model_is_kept(gpt2: Any) -> 
     vars(gpt2.original_model)["held"], observer = Held(), Held()
     of_model, of_pass = weakref.ref(gpt2.original_model.held), weakref.ref(observer)
     with inside_run(gpt2, True):
-        with inside_run(gpt2, True):  # a run of a question, in that which asks it
+        with inside_run(gpt2, True):  # as where a question starts a run of its own
             pass
         assert twin_of(gpt2).runs_here
         run_pass(gpt2, batch, observers=[(pattern_name(0), observer)])
